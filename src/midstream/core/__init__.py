@@ -1,0 +1,1 @@
+"""Plain data and pure functions; no engine, no model code."""

@@ -1,0 +1,125 @@
+"""The seam between what people ask and the engines that answer (DESIGN.md §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+from .capture import CaptureSpec
+from .errors import UnsupportedOperationError
+from .generation import GenerationParams
+from .prompts import PreparedPrompt
+from .result import CaptureResult
+from .select import SelectSpec
+from .sites import Site
+
+BackendKind = Literal["huggingface"]
+Progress = Callable[[int, int], None]
+"""Called with (tokens done, tokens in all) after each forward pass."""
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """Which engine and which model: frozen, hashable, plain data.
+
+    `options` are sorted pairs; `secrets` (an API key) are never part of the hash, the repr or a log line.
+    """
+
+    kind: BackendKind
+    model: str
+    options: tuple[tuple[str, Any], ...] = ()
+    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
+
+
+class Capability(StrEnum):
+    """What a backend can do, as atoms that a caller can ask for."""
+
+    IN_PROCESS_TORCH = "in_process_torch"
+    HIDDEN_CAPTURE = "hidden_capture"
+
+
+@dataclass(frozen=True)
+class CaptureKinds:
+    """Which captures a backend takes."""
+
+    sites: tuple[Site, ...]
+    locations: tuple[str, ...] = ("layer_output", "layer_input")
+    selections: tuple[str, ...] = ("all_tokens", "last_token", "select")
+
+
+@dataclass(frozen=True)
+class BackendCapabilities:
+    """The atoms and kinds of one backend; `refused` says why a site of the field is not among them."""
+
+    backend: BackendKind
+    atoms: frozenset[Capability]
+    capture: CaptureKinds
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def require(self, atoms: Iterable[Capability]) -> None:
+        """Refuse, before any work, what this backend has not; the message names it."""
+        missing = sorted(atom.value for atom in set(atoms) - self.atoms)
+        if missing:
+            have = ", ".join(sorted(self.atoms))
+            raise UnsupportedOperationError(
+                "E_UNKNOWN_KIND", "backend", f"{self.backend} has no {', '.join(missing)}; it has: {have}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is true of the model, from its text config, computed on each access.
+
+    model_fingerprint hashes the config, parameter names, shapes and dtypes, and sampled weight bytes.
+    """
+
+    model_ref: str
+    model_type: str
+    model_fingerprint: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    head_dim: int
+    dtype: str
+    context_length: int | None
+
+
+class Session(Protocol):
+    """One exclusive use of a backend's engine; use after `close` raises SessionClosedError."""
+
+    @property
+    def layout(self) -> ModelFacts: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    def capture(
+        self,
+        prompts: Sequence[PreparedPrompt],
+        spec: CaptureSpec,
+        *,
+        per_prompt_select: Sequence[SelectSpec | None] | None = None,
+        params: GenerationParams = ...,
+        sample: bool = False,
+        progress: Progress | None = None,
+    ) -> CaptureResult: ...
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """One engine: what it can do, and sessions on it."""
+
+    @property
+    def spec(self) -> BackendSpec: ...
+    def capabilities_for_spec(self, spec: BackendSpec) -> BackendCapabilities:
+        """What a backend of this spec can do; boots nothing."""
+        ...
+
+    def negotiated_capabilities(self) -> BackendCapabilities:
+        """What this very model can do: sites that do not hold for it are among `refused`."""
+        ...
+
+    def open_session(self) -> Session: ...
+    def release(self) -> None:
+        """Free the engine; idempotent, also after a failed boot."""
+        ...

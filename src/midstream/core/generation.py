@@ -1,0 +1,105 @@
+"""How to generate: GenerationParams, seeds, and what comes back for one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from .capture import CaptureReceipt
+from .errors import SpecError
+from .wire import Int, Wire
+
+FinishReason = Literal["stop", "eos", "length"]
+
+
+def _texts(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _plain_dict(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType]
+
+
+class GenerationParams(Wire):
+    """Every knob of generation; what is unset is neutral, never taken from the model's generation_config.
+
+    Greedy unless temperature, top_p, top_k or seed is given. Raises E_BAD_PARAM for a value out of its range
+    and for `greedy=True` with a temperature above zero.
+
+    >>> GenerationParams(max_tokens=8).is_greedy, GenerationParams(max_tokens=8, top_p=0.9).is_greedy
+    (True, False)
+    """
+
+    root: ClassVar[str] = "generation"
+
+    max_tokens: Annotated[Int, Field(ge=1)] = 1
+    min_tokens: Annotated[Int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Int, Field(ge=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    greedy: bool | None = None
+    n: Annotated[Int, Field(ge=1)] = 1
+    seed: Annotated[Int, Field(ge=0)] | None = None
+    seed_scope: Literal["item", "dispatch"] = "item"
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_texts)] = ()
+    stop_token_ids: tuple[Annotated[Int, Field(ge=0)], ...] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[Int, Field(ge=0)] | None = None
+    prompt_logprobs: Annotated[Int, Field(ge=0)] | None = None
+    constraint: Annotated[dict[str, Any] | None, BeforeValidator(_plain_dict)] = None
+    extra: Annotated[dict[str, Any], BeforeValidator(_plain_dict)] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.greedy and self.temperature:
+            raise SpecError("E_BAD_PARAM", "temperature", f"greedy with temperature {self.temperature}: drop one")
+        if self.min_tokens > self.max_tokens:
+            message = f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}"
+            raise SpecError("E_BAD_PARAM", "min_tokens", message)
+        return self
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken at each step."""
+        if self.greedy is not None:
+            return self.greedy
+        if self.temperature is not None:
+            return self.temperature == 0
+        return self.top_p is None and self.top_k is None and self.seed is None
+
+
+def derive_seed(seed: int | None, call: int, index: int, choice: int = 0) -> int | None:
+    """The seed of one item's choice; `call` counts a session's calls, `index` the items of the call.
+
+    `int.from_bytes(sha256("{seed}:generate-{call}:{index}")[:8], "big") & (2**63 - 1)`, with `:{choice}`
+    appended for choices after the first; unseeded stays None (DESIGN.md §4).
+
+    >>> derive_seed(None, 0, 0) is None, derive_seed(7, 0, 0) == derive_seed(7, 0, 0, 1)
+    (True, False)
+    """
+    if seed is None:
+        return None
+    text = f"{seed}:generate-{call}:{index}" + (f":{choice}" if choice else "")
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "big") & (2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt gave: `token_ids` keeps every sampled token, EOS and stop tokens too.
+
+    `text` ends before a stop string and shows no special tokens; it is None without a tokenizer. With n > 1
+    the fields are the first choice's and `choices` holds all. `finish_reason` None: aborted, or no token was
+    asked for (`lm.capture` with max_tokens=1 samples none).
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    receipt: CaptureReceipt | None = None
+    choices: tuple[Completion, ...] = field(default=(), repr=False)

@@ -1,0 +1,169 @@
+"""Prompts of every form as token ids, each special token once (SEMANTICS.md, "Rows")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .errors import PromptError
+
+_KEYS = {
+    "prompt", "messages", "prompt_token_ids", "input_ids", "attention_mask", "multi_modal_data", "cache_salt",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """One prompt as the ids that the model consumes.
+
+    text: what was tokenised, if text or messages were given. multi_modal_data: images and the like, handed to the
+    model's forward by argument name. cache_salt: kept apart from other salts by engines that cache prefixes.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str | None = None
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """One prompt or several as a list of prompts.
+
+    A text, a list of ints, a list of chat messages and a mapping are one prompt each; a 2-D array of ids, and a
+    mapping with `input_ids` `[prompts, tokens]`, are several.
+
+    >>> prompt_list("hello"), prompt_list([1, 2, 3]), prompt_list([[1], [2, 3]])
+    (['hello'], [[1, 2, 3]], [[1], [2, 3]])
+    """
+    if isinstance(prompts, str | bytes):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        return _rows_of_mapping(prompts)
+    if hasattr(prompts, "tolist"):  # a tensor or an array
+        prompts = prompts.tolist()
+    items: list[Any] = list(prompts)
+    one = bool(items) and (all(_is_int(item) for item in items) or all(_is_message(item) for item in items))
+    return [items] if one else items
+
+
+def _rows_of_mapping(prompt: Mapping[str, Any]) -> list[Any]:
+    """A mapping as one prompt, or, when it is a tokenizer's batch, as one per row."""
+    ids = prompt.get("input_ids")
+    if ids is None:
+        return [prompt]
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not ids or _is_int(ids[0]):
+        return [prompt]
+    mask = prompt.get("attention_mask")
+    mask = mask.tolist() if hasattr(mask, "tolist") else mask
+    rows = [{"prompt_token_ids": row} for row in ids]
+    for place, row in enumerate(rows):
+        if mask is not None:
+            row["attention_mask"] = mask[place]
+    return rows
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value
+
+
+def prepare(prompt: Any, tokenizer: Any, *, index: int = 0, add_special_tokens: bool = True) -> PreparedPrompt:
+    """One prompt of any form as a PreparedPrompt.
+
+    Raises PromptError, naming `index`, for what is no prompt, has no token, wants a tokenizer that is not there,
+    or carries embeddings.
+    """
+    name = f"prompt {index}"
+    if isinstance(prompt, PreparedPrompt):
+        return prompt
+    if isinstance(prompt, bytes):
+        raise PromptError(f"{name} is bytes: decode it to text, or give token ids")
+    salt, data = None, {}
+    if isinstance(prompt, Mapping):
+        prompt, mask, salt, data = _open_mapping(prompt, name)
+        if mask is not None:
+            prompt = _unmasked(prompt, mask, name)
+    if isinstance(prompt, str):
+        ids = _encode(prompt, tokenizer, name, add_special_tokens)
+        text: str | None = prompt
+    elif isinstance(prompt, Sequence) and prompt and all(_is_message(message) for message in prompt):
+        ids, text = _encode_chat(list(prompt), tokenizer, name)
+    else:
+        ids, text = _as_ids(prompt, name), None
+    if not len(ids):
+        raise PromptError(f"{name} has no tokens: give at least one")
+    return PreparedPrompt(tuple(ids), text, data, salt)
+
+
+def _open_mapping(prompt: Mapping[str, Any], name: str) -> tuple[Any, Any, str | None, Mapping[str, Any]]:
+    if "prompt_embeds" in prompt or "inputs_embeds" in prompt:
+        raise PromptError(f"{name} has prompt embeddings, which have no token ids to label: give text or ids")
+    unknown = set(prompt) - _KEYS
+    if unknown:
+        raise PromptError(f"{name} has unknown keys {sorted(unknown)}; there are: {', '.join(sorted(_KEYS))}")
+    given = [key for key in ("prompt", "messages", "prompt_token_ids", "input_ids") if prompt.get(key) is not None]
+    if "prompt_token_ids" in given and "prompt" in given:
+        given.remove("prompt")  # vLLM's form: the text is for people, the ids are used
+    if len(given) != 1:
+        raise PromptError(f"{name} wants one of prompt, messages, prompt_token_ids, input_ids; got {given or 'none'}")
+    mask = prompt.get("attention_mask")
+    if mask is not None and given[0] in ("prompt", "messages"):
+        raise PromptError(f"{name} has an attention_mask without ids: a mask goes with prompt_token_ids")
+    return prompt[given[0]], mask, prompt.get("cache_salt"), prompt.get("multi_modal_data") or {}
+
+
+def _as_ids(value: Any, name: str) -> list[int]:
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(ids, list | tuple) or not all(_is_int(item) for item in ids):
+        raise PromptError(
+            f"{name} is {value!r:.60}: give text, token ids, chat messages, or a dict with one of {sorted(_KEYS)}"
+        )
+    if any(item < 0 for item in ids):
+        raise PromptError(f"{name} has a negative token id {min(ids)}")
+    return [int(item) for item in ids]
+
+
+def _unmasked(value: Any, mask: Any, name: str) -> list[int]:
+    """The ids whose mask is not zero: masked rows are dropped before all else."""
+    ids = _as_ids(value, name)
+    keep = mask.tolist() if hasattr(mask, "tolist") else list(mask)
+    if len(keep) != len(ids):
+        raise PromptError(f"{name} has {len(ids)} ids and a mask of {len(keep)}")
+    return [item for item, kept in zip(ids, keep, strict=True) if kept]
+
+
+def _need_tokenizer(tokenizer: Any, name: str, what: str) -> None:
+    if tokenizer is None:
+        raise PromptError(f"{name} is {what}, but this model has no tokenizer: give token ids, or load(…, tokenizer=)")
+
+
+def _encode(text: str, tokenizer: Any, name: str, add_special_tokens: bool) -> list[int]:
+    """Text as ids, with the tokenizer's special tokens once, also when the text already begins with BOS."""
+    _need_tokenizer(tokenizer, name, "text")
+    ids: list[int] = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    bos = tokenizer.bos_token_id
+    if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(tokenizer.bos_token):
+        return ids[1:]
+    return ids
+
+
+def _encode_chat(messages: list[Any], tokenizer: Any, name: str) -> tuple[list[int], str]:
+    """Messages through the chat template, which brings its own special tokens; none is added to them."""
+    _need_tokenizer(tokenizer, name, "chat messages")
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError(f"{name} is chat messages, but the tokenizer has no chat template: give text or ids")
+    ask = messages[-1]["role"] != "assistant"  # a transcript that ends with the model's words is taken as it is
+    from jinja2 import TemplateError  # transformers renders templates with it; not needed to import midstream
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    except TemplateError as error:
+        raise PromptError(f"{name}: the chat template refuses these messages: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]), text

@@ -1,0 +1,74 @@
+"""The base of every wire model: closed, frozen, and refusing with `CODE at path: message`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from .errors import Code, SpecError, json_path, spec_error
+
+
+def _plain_int(value: Any) -> int:
+    """An int from anything that is an integer (NumPy's too), but no bool and no float."""
+    if isinstance(value, bool):
+        raise ValueError("must be an integer, not a boolean")
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"must be an integer, not {type(value).__name__}") from None
+
+
+Int = Annotated[int, BeforeValidator(_plain_int)]
+
+
+class Wire(BaseModel):
+    """A closed, frozen model whose constructor raises `SpecError` instead of pydantic's error.
+
+    `root` names the model in JSON paths; `bad_value` is the code of a value that does not fit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    root: ClassVar[str] = "$"
+    bad_value: ClassVar[Code] = "E_BAD_PARAM"
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise first_error(error, type(self), type(self).root) from None
+
+    @classmethod
+    def of(cls, value: Any, path: str | None = None) -> Self:
+        """`value` as this model: an instance is taken as it is, a mapping is validated below `path`."""
+        path = cls.root if path is None else path
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            got = type(value).__name__
+            raise spec_error(cls.bad_value, path, f"must be a {cls.__name__} or an object, not {got}")
+        try:
+            return cls.model_validate(dict(value))  # pyright: ignore[reportUnknownArgumentType]
+        except ValidationError as error:
+            raise first_error(error, cls, path) from None
+
+
+def first_error(error: ValidationError, model: type[Wire], root: str) -> SpecError:
+    """pydantic's first complaint as one `SpecError`, with the JSON path below `root`."""
+    first = error.errors(include_url=False)[0]
+    location, cause = first["loc"], first.get("ctx", {}).get("error")
+    if isinstance(cause, SpecError):  # raised by a nested model: its path continues ours
+        inner = cause.path.removeprefix("$").removeprefix(model.root).lstrip(".")
+        path = json_path(root, location)
+        joined = path if not inner or path.endswith(inner) else f"{path}.{inner}"
+        return type(cause)(cause.code, joined, cause.message)
+    path = json_path(root, location)
+    if first["type"] == "extra_forbidden":
+        fields = ", ".join(model.model_fields)
+        return spec_error("E_UNKNOWN_FIELD", path, f"unknown field {location[-1]!r}; there are: {fields}")
+    message = first["msg"].removeprefix("Value error, ")
+    if cause is None and first["type"] != "missing":
+        message += f", got {first['input']!r:.80}"
+    return spec_error(model.bad_value, path, message)

@@ -1,0 +1,261 @@
+"""Recorder: the selected rows of each forward pass, off the device and into their final place.
+
+Where each row will stand in the result is known before it is computed (samples in order, positions in order), so
+rows go there directly: no second copy, and memory stays at what is captured. Rows are overwritten by position, so
+recomputation after preemption or a cache miss is right for free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream.core.capture import CaptureReceipt, Labels
+from midstream.core.errors import CaptureError, MidstreamError
+from midstream.core.select import SelectSpec, resolve
+from midstream.core.sites import Site
+
+from .step import Ints, StepBatch, whole_sequence
+
+ABSENT = -1
+"""The slot of a row that no spec can select."""
+
+
+@dataclass(frozen=True)
+class RecordedRequest:
+    """One sequence to record. max_len: a bound on its rows (prompt + max_tokens − 1).
+
+    with_prompt: false for choices after the first, whose prompt rows are the first one's.
+    """
+
+    sample: int
+    choice: int
+    prompt: Sequence[int]
+    max_len: int
+    select: SelectSpec | None = None
+    with_prompt: bool = True
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a recorder hands over; errors: sample → why its rows could not be stored."""
+
+    labels: Labels
+    tensors: dict[tuple[Site, int], Tensor]
+    receipt: CaptureReceipt
+    errors: dict[int, MidstreamError]
+
+
+@dataclass
+class _Pass:
+    """The forward pass under way: which rows go (`source`), to which slots (`target`), and who has fired."""
+
+    rows: int
+    source: Tensor | slice
+    target: Tensor | slice
+    fired: set[tuple[Site, int]] = field(default_factory=set)
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (destination, copy on its way)
+
+
+class Recorder:
+    """Records `sites` (site → layers) for `requests`, given in order of sample, then choice.
+
+    `StepBatch.request` holds indices into `requests`. `dtype` None keeps every bit.
+    """
+
+    def __init__(
+        self, sites: Mapping[Site, Sequence[int]], requests: Sequence[RecordedRequest], dtype: torch.dtype | None = None
+    ) -> None:
+        self.sites = {site: tuple(layers) for site, layers in sites.items()}
+        self.requests = requests
+        self.dtype = dtype
+        self._expected = {(site, layer) for site, layers in self.sites.items() for layer in layers}
+        self._out: dict[tuple[Site, int], Tensor] = {}
+        self._pass: _Pass | None = None
+        self._overflowed = torch.zeros((), dtype=torch.int64)
+        self._plan_slots()
+
+    def _plan_slots(self) -> None:
+        """Give each row that may be selected its place; `_slot[_offset[r] + position]` is −1 for the others."""
+        lengths = np.array([request.max_len for request in self.requests], dtype=np.int64)
+        self._offset = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        slots = np.full(int(self._offset[-1]), ABSENT, dtype=np.int64)
+        self._spec_of = np.zeros(len(self.requests), dtype=np.int64)
+        self._specs: list[SelectSpec | None] = []
+        known: dict[SelectSpec | None, int] = {}
+        for index, request in enumerate(self.requests):
+            self._spec_of[index] = known.setdefault(request.select, len(known))
+            start, length = int(self._offset[index]), len(request.prompt)
+            may = np.zeros(request.max_len, dtype=np.bool_)
+            if request.with_prompt:
+                may[:length] = resolve(request.select, whole_sequence(request.prompt, length, index))
+            # generated ids are not known yet: any row of the phase may be selected
+            may[length:] = request.select is None or "generation" in request.select.phases
+            slots[start : start + request.max_len][may] = 0
+        self._specs = list(known)
+        chosen = slots == 0
+        slots[chosen] = np.arange(int(chosen.sum()))
+        self._slot = slots
+        self.slots = int(chosen.sum())
+        self._seen = np.zeros(self.slots, dtype=np.bool_)
+        self._token = np.zeros(self.slots, dtype=np.int64)
+        self._bad = torch.zeros(self.slots, dtype=torch.bool)
+
+    # --- one forward pass
+
+    def begin(self, step: StepBatch, device: torch.device) -> None:
+        """Resolve, once for all layers, which rows of this pass are selected and where they go."""
+        slot = self._slot[self._offset[step.request] + step.position]
+        chosen = slot != ABSENT
+        decoded = chosen & (step.position >= step.prompt_len)
+        if decoded.any():  # prompt rows were resolved when slots were planned
+            chosen[decoded] = self._resolve_decoded(step.take(decoded))
+        source, target = step.row[chosen], slot[chosen]
+        self._seen[target] = True
+        self._token[target] = step.token_id[chosen]
+        self._pass = _Pass(step.size, _index(source, device), _index(target, torch.device("cpu")))
+
+    def _resolve_decoded(self, rows: StepBatch) -> NDArray[np.bool_]:
+        spec_of = self._spec_of[rows.request]
+        out = np.zeros(len(rows), dtype=np.bool_)
+        for place in np.unique(spec_of):
+            of = spec_of == place
+            out[of] = resolve(self._specs[place], rows.take(of))
+        return out
+
+    def record(self, site: Site, layer: int, values: Tensor) -> None:
+        """Keep the selected rows of one tapped module's `values` `[..., width]`, whose leading axes are the rows."""
+        now = self._pass
+        if now is None:
+            raise CaptureError(f"{site} at layer {layer} fired outside a pass")
+        rows = values.reshape(-1, values.shape[-1])
+        if len(rows) != now.rows or (site, layer) in now.fired:
+            what = "fired twice in one pass" if len(rows) == now.rows else f"has {len(rows)} rows, not {now.rows}"
+            raise CaptureError(f"{site} at layer {layer} {what}")
+        now.fired.add((site, layer))
+        picked = rows[now.source] if isinstance(now.source, slice) else rows.index_select(0, now.source)
+        if not len(picked):
+            return
+        out = self._out.get((site, layer))
+        if out is None:
+            out = self._out[site, layer] = self._allocate(rows)
+        if self.dtype is not None and self.dtype != picked.dtype:
+            picked = self._cast(picked, now)
+        if picked.is_cuda:
+            picked = picked.to("cpu", non_blocking=True)  # lands in pinned memory; settled at the end of the pass
+            now.pending.append((out, picked))
+        else:
+            _put(out, now.target, picked)
+
+    def _allocate(self, rows: Tensor) -> Tensor:
+        """An ordinary tensor (not an inference tensor) with a place for each row that may come."""
+        with torch.inference_mode(False):
+            return torch.empty((self.slots, rows.shape[1]), dtype=self.dtype or rows.dtype)
+
+    def _cast(self, picked: Tensor, now: _Pass) -> Tensor:
+        """To the storage type, on the device; what an integer cannot hold fails its own request."""
+        assert self.dtype is not None
+        if not self.dtype.is_floating_point:
+            bound = 2.0 ** (31 if self.dtype == torch.int32 else 63)
+            bad = ~((picked >= -bound) & (picked < bound)).all(1)  # NaN compares false
+            self._bad[now.target] |= bad.cpu()
+            picked = torch.where(bad[:, None], 0, picked)
+        cast = picked.to(self.dtype)
+        if self.dtype == torch.float16:
+            self._overflowed = self._overflowed.to(cast.device) + (cast.isinf() & picked.isfinite()).sum()
+        return cast
+
+    def end(self) -> None:
+        """Close the pass; CaptureError when a tap did not fire."""
+        now, self._pass = self._pass, None
+        if now is None:
+            raise CaptureError("a pass ended that had not begun")
+        if silent := sorted(self._expected - now.fired):
+            site, layer = silent[0]
+            raise CaptureError(f"{site} at layer {layer} did not fire: the rows of this pass are lost")
+        if now.pending:
+            torch.cuda.current_stream().synchronize()
+            for out, picked in now.pending:
+                _put(out, now.target, picked)
+
+    # --- the result
+
+    def finish(self, generated: Sequence[Sequence[int]] | None = None) -> Recorded:
+        """Check that every selected row is there, and hand all over.
+
+        generated: each request's sampled ids, of which all but the last were consumed; None: only prompts ran.
+        Raises CaptureError when rows are missing or were recorded beyond what was selected.
+        """
+        labels, wanted = self._labels(generated or [()] * len(self.requests))
+        missing, extra = int((wanted & ~self._seen).sum()), int((self._seen & ~wanted).sum())
+        if missing or extra:
+            raise CaptureError(f"{missing} selected rows did not arrive, and {extra} came that nobody selected")
+        if not np.array_equal(self._token[wanted], labels.token_id[wanted]):
+            raise CaptureError("a row consumed another token than its label says")
+        failed = sorted({int(sample) for sample in labels.sample[self._bad.numpy()]})
+        errors: dict[int, MidstreamError] = {
+            sample: CaptureError(f"sample {sample} has values that are not finite or too large for {self.dtype}")
+            for sample in failed
+        }
+        keep = wanted & ~np.isin(labels.sample, failed)
+        tensors = {key: _compact(out, keep) for key, out in self._out.items()} if keep.any() else {}
+        count = int(wanted.sum())
+        receipt = CaptureReceipt(selected=count, computed=count, overflowed=int(self._overflowed))
+        return Recorded(labels.take(keep), tensors, receipt, errors)
+
+    def _labels(self, generated: Sequence[Sequence[int]]) -> tuple[Labels, NDArray[np.bool_]]:
+        """The label of every slot, and which slots the specs select, read off the final ids alone."""
+        size = self.slots
+        columns = [np.zeros(size, dtype=np.int64) for _ in range(4)]
+        sample, choice, position, token = columns
+        in_generation, wanted = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
+        for index, (request, tail) in enumerate(zip(self.requests, generated, strict=True)):
+            prompt_len = len(request.prompt)
+            rows = whole_sequence([*request.prompt, *tail[:-1]], prompt_len, index)
+            slot = self._slot[self._offset[index] : self._offset[index] + len(rows)]
+            selected = resolve(request.select, rows)
+            if not request.with_prompt:
+                selected[:prompt_len] = False
+            wanted[slot[selected]] = True
+            here = slot != ABSENT
+            at, decoded = slot[here], rows.position[here] >= prompt_len
+            sample[at], position[at], token[at] = request.sample, rows.position[here], rows.token_id[here]
+            choice[at], in_generation[at] = np.where(decoded, request.choice, -1), decoded
+        return Labels(sample, choice, position, token, in_generation), wanted
+
+
+def _index(rows: Ints, device: torch.device) -> Tensor | slice:
+    """Row numbers as a slice where they are one run (a plain copy), else as an index on the device."""
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    index = torch.from_numpy(rows)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
+
+
+def _put(out: Tensor, target: Tensor | slice, rows: Tensor) -> None:
+    """`out[target] = rows`."""
+    if isinstance(target, slice):
+        out[target] = rows
+    elif out.shape[1] * out.element_size() % 8 == 0:
+        # the same bytes as 64-bit words: torch's copy by index costs a step per element, not per byte
+        out.view(torch.int64).index_copy_(0, target, rows.contiguous().view(torch.int64))
+    else:
+        out.index_copy_(0, target, rows)
+
+
+def _compact(out: Tensor, keep: NDArray[np.bool_]) -> Tensor:
+    """The kept rows moved to the front of `out`, in place: run by run, since a row only ever moves forward."""
+    if keep.all():
+        return out
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], keep, [False]]).astype(np.int8)))
+    place = 0
+    for start, stop in edges.reshape(-1, 2).tolist():
+        if place != start:
+            out[place : place + stop - start] = out[start:stop].clone()
+        place += stop - start
+    return out[:place]

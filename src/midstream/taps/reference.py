@@ -1,0 +1,101 @@
+"""REF: the slow, obvious implementation, and the oracle of every test.
+
+One prompt, no padding, no cache, eager attention, plain PyTorch forward hooks on the whole Hugging Face model, every
+row kept. It shares only the places to read (`TapMap`) with the fast path, none of its mechanism.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from midstream.core.sites import Site
+
+from .locate import TapMap, text_config
+
+
+def reference(
+    taps: TapMap, token_ids: Sequence[int], sites: Mapping[Site, Sequence[int]], **inputs: Any
+) -> dict[tuple[Site, int], Tensor]:
+    """Every row of one prompt: `(site, layer)` → `[tokens, width]`, float32, on the CPU.
+
+    The model computes in its own dtype: give one in float32 for SEMANTICS.md's REF. inputs: what a multimodal wrapper
+    takes beside ids. Families whose attention does not go through transformers' attention functions keep their own
+    form of it (Falcon's eager form adds its position bias twice).
+    """
+    model: Any = taps.anatomy.model
+    rows: dict[tuple[Site, int], Tensor] = {}
+
+    def keep(site: Site, layer: int, values: Tensor) -> None:
+        rows[site, layer] = values.detach().reshape(-1, values.shape[-1]).float().cpu().clone()
+
+    with ExitStack() as hooks, torch.no_grad():
+        hooks.enter_context(_eager(taps))
+        hooks.enter_context(_at_attention(taps, sites, keep))
+        for site, layers in sites.items():
+            for layer in layers:
+                if (tap := taps.taps.get(site, {}).get(layer)) is None:
+                    continue  # q and k, at the attention function
+                if tap.side == "input":
+
+                    def before(_: Any, args: Any, kwargs: Any, tap: Any = tap, at: Any = (site, layer)) -> None:
+                        keep(*at, tap.read(args, kwargs, None))
+
+                    hooks.callback(tap.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                else:
+
+                    def after(_: Any, args: Any, output: Any, tap: Any = tap, at: Any = (site, layer)) -> None:
+                        keep(*at, tap.read(args, {}, output))
+
+                    hooks.callback(tap.module.register_forward_hook(after).remove)
+        device = model.get_input_embeddings().weight.device
+        model(input_ids=torch.tensor([list(token_ids)], device=device), **inputs)
+    return rows
+
+
+@contextmanager
+def _eager(taps: TapMap) -> Iterator[None]:
+    """The text decoder's attention in its eager form while open, where its modeling file has one."""
+    config: Any = text_config(taps.anatomy.model)
+    before = config._attn_implementation
+    files = [sys.modules[type(module).__module__] for module in taps.anatomy.attention.values()]
+    if any(hasattr(file, "eager_attention_forward") for file in files):
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@contextmanager
+def _at_attention(
+    taps: TapMap, sites: Mapping[Site, Sequence[int]], keep: Callable[[Site, int, Tensor], None]
+) -> Iterator[None]:
+    """q and k as they enter each modeling file's own eager attention, which is replaced by one that looks."""
+    wanted: dict[Any, tuple[int, tuple[Site, ...]]] = {}
+    for layer, module in taps.anatomy.attention.items():
+        found = tuple(
+            site for site in ("q", "k") if layer in sites.get(site, ()) and layer not in taps.taps.get(site, {})
+        )
+        if found:
+            wanted[module] = (layer, found)
+    with ExitStack() as patches:
+        for name in {type(module).__module__ for module in wanted}:
+            file = sys.modules[name]
+            original = file.eager_attention_forward
+
+            def looked(module: Any, query: Tensor, key: Tensor, *rest: Any, of: Any = original, **more: Any) -> Any:
+                layer, found = wanted.get(module, (0, ()))
+                for site, states in zip(("q", "k"), (query, key), strict=True):
+                    if site in found:
+                        keep(site, layer, states.transpose(1, 2).flatten(2))
+                return of(module, query, key, *rest, **more)
+
+            patches.enter_context(mock.patch.object(file, "eager_attention_forward", looked))
+        yield

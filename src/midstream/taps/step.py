@@ -1,0 +1,79 @@
+"""StepBatch: what the rows of one forward pass are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The owned rows of one forward pass over `size` flat rows, in the order in which modules see them.
+
+    Every array is int64 `[owned]`. row: which flat row; rows of padding are owned by nobody and not listed, a
+    prefix that several requests share is listed once for each. request: the owner. position: absolute, 0-based.
+    token_id: the token consumed. prompt_len: how many of the owner's positions are prompt, so that phase is data.
+    """
+
+    size: int
+    row: Ints
+    request: Ints
+    position: Ints
+    token_id: Ints
+    prompt_len: Ints
+
+    def __post_init__(self) -> None:
+        columns = (self.row, self.request, self.position, self.token_id, self.prompt_len)
+        if len({len(column) for column in columns}) != 1:
+            raise ValueError(f"columns of different lengths: {[len(column) for column in columns]}")
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, owned: NDArray[np.int64] | NDArray[np.bool_]) -> StepBatch:
+        """Some of the owned rows, by index or mask."""
+        columns = (self.row, self.request, self.position, self.token_id, self.prompt_len)
+        return StepBatch(self.size, *(column[owned] for column in columns))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of one request in one pass: its first flat row, first position, and the ids consumed."""
+
+    request: int
+    row: int
+    position: int
+    token_ids: Sequence[int]
+    prompt_len: int
+
+
+def step_of(runs: Sequence[Run], size: int) -> StepBatch:
+    """The StepBatch of a pass over `size` flat rows that is made of runs.
+
+    >>> step_of([Run(request=3, row=8, position=0, token_ids=[5, 6], prompt_len=2)], size=16).row.tolist()
+    [8, 9]
+    """
+    counts = np.array([len(run.token_ids) for run in runs], dtype=np.int64)
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+    def column(values: Sequence[int]) -> Ints:
+        return np.repeat(np.array(values, dtype=np.int64), counts)
+
+    return StepBatch(
+        size,
+        row=column([run.row for run in runs]) + within,
+        request=column([run.request for run in runs]),
+        position=column([run.position for run in runs]) + within,
+        token_id=np.array([token for run in runs for token in run.token_ids], dtype=np.int64),
+        prompt_len=column([run.prompt_len for run in runs]),
+    )
+
+
+def whole_sequence(token_ids: Sequence[int], prompt_len: int, request: int = 0) -> StepBatch:
+    """One whole sequence as one pass, `[tokens]`."""
+    return step_of([Run(request, 0, 0, token_ids, prompt_len)], len(token_ids))
