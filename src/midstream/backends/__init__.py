@@ -1,0 +1,1 @@
+"""Engines that run models; nothing above this room imports one."""

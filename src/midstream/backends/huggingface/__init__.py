@@ -1,0 +1,1 @@
+"""Models of Hugging Face transformers in this process: the default backend, needs no GPU."""

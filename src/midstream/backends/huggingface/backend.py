@@ -1,0 +1,78 @@
+"""HuggingFaceBackend: a model that it loads, or one that the caller has loaded, behind the seam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from midstream.core.backend import BackendCapabilities, BackendSpec, Capability, CaptureKinds
+from midstream.core.errors import ModelLoadError, SessionClosedError
+from midstream.core.sites import SITES
+from midstream.taps.locate import TapMap
+
+from .loading import load_pretrained
+from .selftest import examine
+from .session import HuggingFaceSession
+
+_ATOMS: Final = frozenset({Capability.IN_PROCESS_TORCH, Capability.HIDDEN_CAPTURE})
+
+
+class HuggingFaceBackend:
+    """One model in this process. Made by `HuggingFaceBackend(spec)`, which loads, or by `adopt`, which does not.
+
+    The self-test runs when the first session is opened, and again when a provider gives another model.
+    """
+
+    def __init__(self, spec: BackendSpec) -> None:
+        self.spec = spec
+        self._model_of: Callable[[], Any] | None = None
+        self._tokenizer_of: Callable[[], Any] = lambda: None
+        self._session: HuggingFaceSession | None = None
+        self._taps: TapMap | None = None
+
+    @classmethod
+    def adopt(
+        cls, spec: BackendSpec, model_provider: Callable[[], Any], tokenizer_provider: Callable[[], Any]
+    ) -> HuggingFaceBackend:
+        """A backend over a model that the caller owns; the providers are read on each access."""
+        backend = cls(spec)
+        backend._model_of, backend._tokenizer_of = model_provider, tokenizer_provider
+        return backend
+
+    def capabilities_for_spec(self, spec: BackendSpec) -> BackendCapabilities:
+        """What this kind of backend can do with a model that has every site; loads nothing."""
+        return BackendCapabilities(spec.kind, _ATOMS, CaptureKinds(SITES))
+
+    def negotiated_capabilities(self) -> BackendCapabilities:
+        """What this model can do: the sites that its self-test kept, and why it refused the others."""
+        taps = self._examined()
+        sites = tuple(site for site in SITES if taps.layouts.get(site))
+        return BackendCapabilities(self.spec.kind, _ATOMS, CaptureKinds(sites), dict(taps.refused))
+
+    def open_session(self) -> HuggingFaceSession:
+        """The one session at a time; another is refused until it is closed."""
+        if self._session is not None:
+            raise SessionClosedError("this backend has an open session: close it first, sessions are exclusive")
+        taps = self._examined()
+        self._session = HuggingFaceSession(taps, self._tokenizer_of(), self.spec.model, self._session_closed)
+        return self._session
+
+    def release(self) -> None:
+        """Close the session and let go of the model; idempotent."""
+        if self._session is not None:
+            self._session.close()
+        self._taps, self._model_of, self._tokenizer_of = None, None, lambda: None
+
+    def _session_closed(self) -> None:
+        self._session = None
+
+    def _examined(self) -> TapMap:
+        if self._model_of is None:
+            loaded = load_pretrained(self.spec.model, **dict(self.spec.options))
+            self._model_of, self._tokenizer_of = lambda: loaded.model, lambda: loaded.tokenizer
+        model = self._model_of()
+        if model.training:
+            raise ModelLoadError("the model is in training mode, where dropout changes its rows: call model.eval()")
+        if self._taps is None or self._taps.anatomy.model is not model:
+            self._taps = examine(model)
+        return self._taps
