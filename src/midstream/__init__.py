@@ -8,23 +8,25 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .core.capture import CaptureReceipt, CaptureSpec, Labels
-    from .core.errors import (
-        CaptureError,
-        FileFormatError,
-        MidstreamError,
-        ModelLoadError,
-        PromptError,
-        SelfTestError,
-        SessionClosedError,
-        SpecError,
-        UnsupportedOperationError,
-    )
-    from .core.generation import Completion, GenerationParams
-    from .core.result import CaptureResult
-    from .core.select import SelectSpec
-    from .language_model import LanguageModel, load
+if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
+    from .core.capture import CaptureReceipt as CaptureReceipt
+    from .core.capture import CaptureSpec as CaptureSpec
+    from .core.capture import Labels as Labels
+    from .core.errors import CaptureError as CaptureError
+    from .core.errors import FileFormatError as FileFormatError
+    from .core.errors import MidstreamError as MidstreamError
+    from .core.errors import ModelLoadError as ModelLoadError
+    from .core.errors import PromptError as PromptError
+    from .core.errors import SelfTestError as SelfTestError
+    from .core.errors import SessionClosedError as SessionClosedError
+    from .core.errors import SpecError as SpecError
+    from .core.errors import UnsupportedOperationError as UnsupportedOperationError
+    from .core.generation import Completion as Completion
+    from .core.generation import GenerationParams as GenerationParams
+    from .core.result import CaptureResult as CaptureResult
+    from .core.select import SelectSpec as SelectSpec
+    from .language_model import LanguageModel as LanguageModel
+    from .language_model import load as load
 
 __version__ = "0.1.0"
 

@@ -56,7 +56,7 @@ class BackendCapabilities:
     backend: BackendKind
     atoms: frozenset[Capability]
     capture: CaptureKinds
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[Site, str] = field(default_factory=dict[Site, str])
 
     def require(self, atoms: Iterable[Capability]) -> None:
         """Refuse, before any work, what this backend has not; the message names it."""
@@ -90,9 +90,15 @@ class Session(Protocol):
     """One exclusive use of a backend's engine; use after `close` raises SessionClosedError."""
 
     @property
-    def layout(self) -> ModelFacts: ...
+    def layout(self) -> ModelFacts:
+        """The model's facts."""
+        ...
+
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        ...
+
     def capture(
         self,
         prompts: Sequence[PreparedPrompt],
@@ -102,15 +108,23 @@ class Session(Protocol):
         params: GenerationParams = ...,
         sample: bool = False,
         progress: Progress | None = None,
-    ) -> CaptureResult: ...
-    def close(self) -> None: ...
+    ) -> CaptureResult:
+        """The rows that `spec` selects of `prompts`, and of what is generated after them."""
+        ...
+
+    def close(self) -> None:
+        """End the session; idempotent."""
+        ...
 
 
 class Backend(Protocol):
     """One engine: what it can do, and sessions on it."""
 
     @property
-    def spec(self) -> BackendSpec: ...
+    def spec(self) -> BackendSpec:
+        """Which engine and model."""
+        ...
+
     def capabilities_for_spec(self, spec: BackendSpec) -> BackendCapabilities:
         """What a backend of this spec can do; boots nothing."""
         ...
@@ -119,7 +133,10 @@ class Backend(Protocol):
         """What this very model can do: sites that do not hold for it are among `refused`."""
         ...
 
-    def open_session(self) -> Session: ...
+    def open_session(self) -> Session:
+        """One exclusive session."""
+        ...
+
     def release(self) -> None:
         """Free the engine; idempotent, also after a failed boot."""
         ...

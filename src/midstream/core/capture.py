@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, field_serializer, field_validator
 
 from .errors import SpecError, choices, spec_error
+from .narrow import is_list
 from .select import SelectSpec
 from .sites import Site, as_site
 from .wire import Int, Wire
@@ -62,7 +62,7 @@ class CaptureSpec(Wire):
     @field_validator("layers", mode="before")
     @classmethod
     def _layers(cls, value: Any) -> Any:
-        if value is not None and isinstance(value, Sequence) and not value:
+        if is_list(value) and not value:
             raise SpecError("E_LAYER_RANGE", "", "an empty list of layers: leave it out for all")
         return value
 
@@ -114,8 +114,9 @@ class Labels:
 
     def take(self, rows: NDArray[Any]) -> Self:
         """The labels of some rows, by mask or index."""
-        columns = (self.sample, self.choice, self.position, self.token_id, self.generated)
-        return type(self)(*(column[rows] for column in columns))
+        return type(self)(
+            self.sample[rows], self.choice[rows], self.position[rows], self.token_id[rows], self.generated[rows]
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Labels):

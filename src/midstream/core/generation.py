@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -18,10 +17,6 @@ FinishReason = Literal["stop", "eos", "length"]
 
 def _texts(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
-
-
-def _plain_dict(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType]
 
 
 class GenerationParams(Wire):
@@ -51,8 +46,8 @@ class GenerationParams(Wire):
     ignore_eos: bool = False
     logprobs: Annotated[Int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0)] | None = None
-    constraint: Annotated[dict[str, Any] | None, BeforeValidator(_plain_dict)] = None
-    extra: Annotated[dict[str, Any], BeforeValidator(_plain_dict)] = Field(default_factory=dict)
+    constraint: dict[str, Any] | None = None
+    extra: dict[str, Any] = Field(default_factory=dict[str, Any])
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from .errors import PromptError
+from .narrow import is_int, is_list, is_mapping, plain
 
 _KEYS = {
     "prompt", "messages", "prompt_token_ids", "input_ids", "attention_mask", "multi_modal_data", "cache_salt",
@@ -25,7 +24,7 @@ class PreparedPrompt:
 
     token_ids: tuple[int, ...]
     text: str | None = None
-    multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
+    multi_modal_data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     cache_salt: str | None = None
 
 
@@ -38,40 +37,29 @@ def prompt_list(prompts: Any) -> list[Any]:
     >>> prompt_list("hello"), prompt_list([1, 2, 3]), prompt_list([[1], [2, 3]])
     (['hello'], [[1, 2, 3]], [[1], [2, 3]])
     """
-    if isinstance(prompts, str | bytes):
+    if isinstance(prompts, str | bytes | PreparedPrompt):
         return [prompts]
-    if isinstance(prompts, Mapping):
+    if is_mapping(prompts):
         return _rows_of_mapping(prompts)
-    if hasattr(prompts, "tolist"):  # a tensor or an array
-        prompts = prompts.tolist()
-    items: list[Any] = list(prompts)
-    one = bool(items) and (all(_is_int(item) for item in items) or all(_is_message(item) for item in items))
+    items: list[Any] = list(plain(prompts))
+    one = bool(items) and (all(is_int(item) for item in items) or all(_is_message(item) for item in items))
     return [items] if one else items
 
 
 def _rows_of_mapping(prompt: Mapping[str, Any]) -> list[Any]:
     """A mapping as one prompt, or, when it is a tokenizer's batch, as one per row."""
-    ids = prompt.get("input_ids")
-    if ids is None:
+    ids, mask = plain(prompt.get("input_ids")), plain(prompt.get("attention_mask"))
+    if not is_list(ids) or not ids or is_int(ids[0]):
         return [prompt]
-    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if not ids or _is_int(ids[0]):
-        return [prompt]
-    mask = prompt.get("attention_mask")
-    mask = mask.tolist() if hasattr(mask, "tolist") else mask
     rows = [{"prompt_token_ids": row} for row in ids]
-    for place, row in enumerate(rows):
-        if mask is not None:
-            row["attention_mask"] = mask[place]
+    if mask is not None:
+        for row, kept in zip(rows, mask, strict=True):
+            row["attention_mask"] = kept
     return rows
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and "role" in value
+    return is_mapping(value) and "role" in value
 
 
 def prepare(prompt: Any, tokenizer: Any, *, index: int = 0, add_special_tokens: bool = True) -> PreparedPrompt:
@@ -85,15 +73,16 @@ def prepare(prompt: Any, tokenizer: Any, *, index: int = 0, add_special_tokens: 
         return prompt
     if isinstance(prompt, bytes):
         raise PromptError(f"{name} is bytes: decode it to text, or give token ids")
-    salt, data = None, {}
-    if isinstance(prompt, Mapping):
+    salt: str | None = None
+    data: Mapping[str, Any] = {}
+    if is_mapping(prompt):
         prompt, mask, salt, data = _open_mapping(prompt, name)
         if mask is not None:
             prompt = _unmasked(prompt, mask, name)
     if isinstance(prompt, str):
         ids = _encode(prompt, tokenizer, name, add_special_tokens)
         text: str | None = prompt
-    elif isinstance(prompt, Sequence) and prompt and all(_is_message(message) for message in prompt):
+    elif is_list(prompt) and prompt and all(_is_message(message) for message in prompt):
         ids, text = _encode_chat(list(prompt), tokenizer, name)
     else:
         ids, text = _as_ids(prompt, name), None
@@ -120,8 +109,8 @@ def _open_mapping(prompt: Mapping[str, Any], name: str) -> tuple[Any, Any, str |
 
 
 def _as_ids(value: Any, name: str) -> list[int]:
-    ids = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(ids, list | tuple) or not all(_is_int(item) for item in ids):
+    ids = plain(value)
+    if not is_list(ids) or not all(is_int(item) for item in ids):
         raise PromptError(
             f"{name} is {value!r:.60}: give text, token ids, chat messages, or a dict with one of {sorted(_KEYS)}"
         )
@@ -133,7 +122,7 @@ def _as_ids(value: Any, name: str) -> list[int]:
 def _unmasked(value: Any, mask: Any, name: str) -> list[int]:
     """The ids whose mask is not zero: masked rows are dropped before all else."""
     ids = _as_ids(value, name)
-    keep = mask.tolist() if hasattr(mask, "tolist") else list(mask)
+    keep = list(plain(mask))
     if len(keep) != len(ids):
         raise PromptError(f"{name} has {len(ids)} ids and a mask of {len(keep)}")
     return [item for item, kept in zip(ids, keep, strict=True) if kept]

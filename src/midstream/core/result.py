@@ -49,7 +49,7 @@ class CaptureResult:
     spec: CaptureSpec
     model_ref: str = ""
     model_fingerprint: str = ""
-    errors: Mapping[int, MidstreamError] = field(default_factory=dict)
+    errors: Mapping[int, MidstreamError] = field(default_factory=dict[int, MidstreamError])
     decode: Callable[[Sequence[int]], list[str]] | None = None
     """Token ids → the text of each; None without a tokenizer."""
 
@@ -139,7 +139,7 @@ class CaptureResult:
         import torch
 
         rows = self.rows(layer, site)
-        counts = torch.from_numpy(np.bincount(self.labels.sample, minlength=len(self.outputs)))
+        counts = torch.as_tensor(np.bincount(self.labels.sample, minlength=len(self.outputs)))
         longest = int(counts.max()) if len(counts) else 0
         mask = torch.arange(longest)[None, :] < counts[:, None]
         out = rows.new_zeros((len(self.outputs), longest, rows.shape[1]))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, model_validator
 
 from .errors import Code, SpecError
+from .narrow import is_int, is_list
 from .wire import Int, Wire
 
 Phase = Literal["prompt", "generation"]
@@ -25,25 +26,33 @@ class Rows(Protocol):
     """What `resolve` reads of a table of rows: three int64 arrays `[rows]`."""
 
     @property
-    def position(self) -> Ints: ...
+    def position(self) -> Ints:
+        """Absolute positions."""
+        ...
+
     @property
-    def token_id(self) -> Ints: ...
+    def token_id(self) -> Ints:
+        """Tokens consumed."""
+        ...
+
     @property
-    def prompt_len(self) -> Ints: ...
+    def prompt_len(self) -> Ints:
+        """Prompt lengths of the rows' requests."""
+        ...
 
 
 def _sorted_ints(value: Any) -> Any:
     """One int or several as a sorted tuple without repeats; `None` stays."""
     if value is None:
         return None
-    if isinstance(value, int | np.integer):
+    if is_int(value):
         value = (value,)
     if isinstance(value, str | bytes | dict):
         raise ValueError("must be a list of integers")
-    items = list(value)
+    items: list[Any] = list(value)
     if not items:
         raise ValueError("an empty list selects nothing: leave the clause out")
-    if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in items):
+    if not all(is_int(item) for item in items):
         raise ValueError(f"must be a list of integers, got {items!r:.80}")
     return tuple(sorted({int(item) for item in items}))
 
@@ -52,19 +61,18 @@ def _windows(value: Any) -> Any:
     """`[start, stop]` or a list of them as a sorted tuple of pairs; `None` stays."""
     if value is None:
         return None
-    items = list(value)
+    items: list[Any] = list(value)
     if not items:
         raise ValueError("an empty list selects nothing: leave the clause out")
-    if not isinstance(items[0], list | tuple):
+    if not is_list(items[0]):
         items = [items]
     for item in items:
-        if not isinstance(item, list | tuple) or len(item) != 2:
+        if not is_list(item) or len(item) != 2:
             raise ValueError(f"a window is [start, stop], got {item!r:.80}")
-        start, stop = item
-        if any(isinstance(end, bool) for end in item) or not isinstance(start, int | np.integer):
-            raise ValueError(f"a window's start is an integer, got {start!r}")
-        if stop is not None and not isinstance(stop, int | np.integer):
-            raise ValueError(f"a window's stop is an integer or null (open), got {stop!r}")
+        if not is_int(item[0]):
+            raise ValueError(f"a window's start is an integer, got {item[0]!r}")
+        if item[1] is not None and not is_int(item[1]):
+            raise ValueError(f"a window's stop is an integer or null (open), got {item[1]!r}")
     pairs = {(int(start), None if stop is None else int(stop)) for start, stop in items}
     return tuple(sorted(pairs, key=lambda pair: (pair[0], pair[1] is None, pair[1] or 0)))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Final, Literal, get_args
 
 from .errors import choices, spec_error
+from .narrow import is_int
 
 Site = Literal["resid_pre", "resid_post", "attn_out", "mlp_out", "head_out", "router_logits", "q", "k"]
 SITES: Final[tuple[Site, ...]] = get_args(Site)
@@ -55,19 +55,15 @@ def layer_set(layers: Any, available: Sequence[int], path: str = "layers", what:
     """
     if layers is None:
         return tuple(available)
-    given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str | bytes) else [layers]
+    given: list[Any] = list(layers) if hasattr(layers, "__iter__") and not isinstance(layers, str) else [layers]
     if not given:
         raise spec_error("E_LAYER_RANGE", path, f"an empty list of layers; {what} has {_span(available)}")
     found: set[int] = set()
     for place, layer in enumerate(given):
-        try:
-            number = None if isinstance(layer, bool) else index(layer)
-        except TypeError:
-            number = None
-        if number is None or number not in available:
+        if not is_int(layer) or layer not in available:
             message = f"no layer {layer!r}; {what} has {_span(available)}"
             raise spec_error("E_LAYER_RANGE", f"{path}[{place}]", message)
-        found.add(number)
+        found.add(int(layer))
     return tuple(sorted(found))
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from operator import index
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from .errors import Code, SpecError, json_path, spec_error
+from .narrow import is_int, is_mapping
 
 
 def _plain_int(value: Any) -> int:
     """An int from anything that is an integer (NumPy's too), but no bool and no float."""
-    if isinstance(value, bool):
-        raise ValueError("must be an integer, not a boolean")
-    try:
-        return index(value)
-    except TypeError:
-        raise ValueError(f"must be an integer, not {type(value).__name__}") from None
+    if not is_int(value):
+        raise ValueError(f"must be an integer, not {type(value).__name__}")
+    return int(value)
 
 
 Int = Annotated[int, BeforeValidator(_plain_int)]
@@ -46,11 +42,11 @@ class Wire(BaseModel):
         path = cls.root if path is None else path
         if isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
+        if not is_mapping(value):
             got = type(value).__name__
             raise spec_error(cls.bad_value, path, f"must be a {cls.__name__} or an object, not {got}")
         try:
-            return cls.model_validate(dict(value))  # pyright: ignore[reportUnknownArgumentType]
+            return cls.model_validate(dict(value))
         except ValidationError as error:
             raise first_error(error, cls, path) from None
 

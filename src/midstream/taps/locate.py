@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from midstream.core.errors import ModelLoadError, choices, spec_error
+from midstream.core.narrow import is_list
 from midstream.core.sites import Site, SiteLayout
 
 
@@ -32,7 +33,7 @@ class Tap:
             value = args[0] if args else next(iter(kwargs.values()), None)
             value = kwargs.get("hidden_states", value)
         else:
-            value = output[0] if isinstance(output, tuple) else output
+            value = output[0] if is_list(output) else output
         if not isinstance(value, Tensor):
             raise ModelLoadError(f"{type(self.module).__name__} gave a {type(value).__name__} where a tensor was due")
         return value if self.scale == 1.0 else value * self.scale
@@ -103,7 +104,7 @@ class Anatomy:
     head: nn.Module | None
     candidates: Mapping[Site, Mapping[int, tuple[Tap, ...]]]
     attention: Mapping[int, nn.Module]
-    refused: Mapping[Site, str] = field(default_factory=dict)
+    refused: Mapping[Site, str] = field(default_factory=dict[Site, str])
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module | None:
@@ -219,11 +220,11 @@ def _searched(block: nn.Module) -> dict[Site, list[Tap]]:
 
 def sublayer_pairs(candidates: Mapping[Site, Mapping[int, tuple[Tap, ...]]]) -> Iterator[tuple[int, int]]:
     """Which (attn_out, mlp_out) candidates to try together, by place in their lists, best first."""
-    lengths = [max((len(taps) for taps in candidates.get(site, {}).values()), default=0) for site in _SUBLAYERS]
-    return product(*(range(length) for length in lengths))
 
+    def places(site: Site) -> range:
+        return range(max((len(taps) for taps in candidates.get(site, {}).values()), default=0))
 
-_SUBLAYERS: Final[tuple[Site, Site]] = ("attn_out", "mlp_out")
+    return product(places("attn_out"), places("mlp_out"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,8 +58,10 @@ class _Pass:
     rows: int
     source: Tensor | slice
     target: Tensor | slice
-    fired: set[tuple[Site, int]] = field(default_factory=set)
-    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (destination, copy on its way)
+    fired: set[tuple[Site, int]] = field(default_factory=set[tuple[Site, int]])
+    pending: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list[tuple[Tensor, Tensor]]
+    )  # (destination, copy on its way)
 
 
 class Recorder:
@@ -86,7 +88,6 @@ class Recorder:
         self._offset = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         slots = np.full(int(self._offset[-1]), ABSENT, dtype=np.int64)
         self._spec_of = np.zeros(len(self.requests), dtype=np.int64)
-        self._specs: list[SelectSpec | None] = []
         known: dict[SelectSpec | None, int] = {}
         for index, request in enumerate(self.requests):
             self._spec_of[index] = known.setdefault(request.select, len(known))
@@ -97,7 +98,7 @@ class Recorder:
             # generated ids are not known yet: any row of the phase may be selected
             may[length:] = request.select is None or "generation" in request.select.phases
             slots[start : start + request.max_len][may] = 0
-        self._specs = list(known)
+        self._specs: list[SelectSpec | None] = list(known)
         chosen = slots == 0
         slots[chosen] = np.arange(int(chosen.sum()))
         self._slot = slots
@@ -125,7 +126,7 @@ class Recorder:
         out = np.zeros(len(rows), dtype=np.bool_)
         for place in np.unique(spec_of):
             of = spec_of == place
-            out[of] = resolve(self._specs[place], rows.take(of))
+            out[of] = resolve(self._specs[int(place)], rows.take(of))
         return out
 
     def record(self, site: Site, layer: int, values: Tensor) -> None:
@@ -233,7 +234,7 @@ def _index(rows: Ints, device: torch.device) -> Tensor | slice:
     """Row numbers as a slice where they are one run (a plain copy), else as an index on the device."""
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    index = torch.from_numpy(rows)
+    index = torch.as_tensor(rows)
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
 

@@ -7,7 +7,7 @@ row kept. It shares only the places to read (`TapMap`) with the fast path, none 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from midstream.core.sites import Site
 
-from .locate import TapMap, text_config
+from .locate import Tap, TapMap, text_config
 
 
 def reference(
@@ -44,14 +44,18 @@ def reference(
                     continue  # q and k, at the attention function
                 if tap.side == "input":
 
-                    def before(_: Any, args: Any, kwargs: Any, tap: Any = tap, at: Any = (site, layer)) -> None:
-                        keep(*at, tap.read(args, kwargs, None))
+                    def before(
+                        _: Any, args: Any, kwargs: Any, tap: Tap = tap, site: Site = site, layer: int = layer
+                    ) -> None:
+                        keep(site, layer, tap.read(args, kwargs, None))
 
                     hooks.callback(tap.module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 else:
 
-                    def after(_: Any, args: Any, output: Any, tap: Any = tap, at: Any = (site, layer)) -> None:
-                        keep(*at, tap.read(args, {}, output))
+                    def after(
+                        _: Any, args: Any, output: Any, tap: Tap = tap, site: Site = site, layer: int = layer
+                    ) -> None:
+                        keep(site, layer, tap.read(args, {}, output))
 
                     hooks.callback(tap.module.register_forward_hook(after).remove)
         device = model.get_input_embeddings().weight.device
@@ -60,7 +64,7 @@ def reference(
 
 
 @contextmanager
-def _eager(taps: TapMap) -> Iterator[None]:
+def _eager(taps: TapMap) -> Generator[None]:
     """The text decoder's attention in its eager form while open, where its modeling file has one."""
     config: Any = text_config(taps.anatomy.model)
     before = config._attn_implementation
@@ -76,12 +80,13 @@ def _eager(taps: TapMap) -> Iterator[None]:
 @contextmanager
 def _at_attention(
     taps: TapMap, sites: Mapping[Site, Sequence[int]], keep: Callable[[Site, int, Tensor], None]
-) -> Iterator[None]:
+) -> Generator[None]:
     """q and k as they enter each modeling file's own eager attention, which is replaced by one that looks."""
+    both: tuple[Site, Site] = ("q", "k")
     wanted: dict[Any, tuple[int, tuple[Site, ...]]] = {}
     for layer, module in taps.anatomy.attention.items():
-        found = tuple(
-            site for site in ("q", "k") if layer in sites.get(site, ()) and layer not in taps.taps.get(site, {})
+        found: tuple[Site, ...] = tuple(
+            site for site in both if layer in sites.get(site, ()) and layer not in taps.taps.get(site, {})
         )
         if found:
             wanted[module] = (layer, found)
@@ -92,7 +97,7 @@ def _at_attention(
 
             def looked(module: Any, query: Tensor, key: Tensor, *rest: Any, of: Any = original, **more: Any) -> Any:
                 layer, found = wanted.get(module, (0, ()))
-                for site, states in zip(("q", "k"), (query, key), strict=True):
+                for site, states in zip(both, (query, key), strict=True):
                     if site in found:
                         keep(site, layer, states.transpose(1, 2).flatten(2))
                 return of(module, query, key, *rest, **more)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from midstream.core.backend import BackendCapabilities, BackendSpec, Capability, CaptureKinds
 from midstream.core.errors import ModelLoadError, SessionClosedError
-from midstream.core.sites import SITES
+from midstream.core.sites import SITES, Site
 from midstream.taps.locate import TapMap
 
 from .loading import load_pretrained
@@ -46,7 +46,7 @@ class HuggingFaceBackend:
     def negotiated_capabilities(self) -> BackendCapabilities:
         """What this model can do: the sites that its self-test kept, and why it refused the others."""
         taps = self._examined()
-        sites = tuple(site for site in SITES if taps.layouts.get(site))
+        sites: tuple[Site, ...] = tuple(site for site in SITES if taps.layouts.get(site))
         return BackendCapabilities(self.spec.kind, _ATOMS, CaptureKinds(sites), dict(taps.refused))
 
     def open_session(self) -> HuggingFaceSession:

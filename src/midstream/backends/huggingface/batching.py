@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 TOKEN_BUDGET = 2048
 """Padded tokens of one forward pass on a CPU (measured best between 2,048 and 4,096: docs/benchmarks.md)."""
@@ -73,7 +74,7 @@ def shared_prefixes(prompts: Mapping[int, Ids], worth: int = SHARED_WORTH) -> li
     over that order. At each node, what its parts do not group better among themselves may share the node's prefix.
     """
     order = sorted(prompts, key=lambda index: prompts[index])
-    common = [_common(prompts[a], prompts[b]) for a, b in zip(order, order[1:], strict=False)]
+    common = [_common(prompts[a], prompts[b]) for a, b in pairwise(order)]
     open_nodes: list[tuple[int, list[_Part]]] = []  # (prefix, parts so far), prefixes growing towards the end
     done = _Part((), 0, ())
     for place, index in enumerate(order):

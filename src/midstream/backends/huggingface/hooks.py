@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ class PassComplete(Exception):
 
 
 @contextmanager
-def tapped(taps: TapMap, sites: Mapping[Site, Sequence[int]], sink: Sink, *, stop: bool = False) -> Iterator[None]:
+def tapped(taps: TapMap, sites: Mapping[Site, Sequence[int]], sink: Sink, *, stop: bool = False) -> Generator[None]:
     """While open, every forward calls `sink(site, layer, rows)` once per site and layer.
 
     stop: end each pass after the deepest tap, by PassComplete. Hooks run after those a user has put there, and are
@@ -90,7 +90,7 @@ def heads_as_rows(states: Tensor) -> Tensor:
 
 
 @contextmanager
-def attention_observed(modules: Mapping[int, nn.Module], sink: AttentionSink) -> Iterator[None]:
+def attention_observed(modules: Mapping[int, nn.Module], sink: AttentionSink) -> Generator[None]:
     """While open, the attention function of each of `modules` also shows its arguments and its output.
 
     transformers looks its attention function up in a registry at each forward. The entry is wrapped, on the

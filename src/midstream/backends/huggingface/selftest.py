@@ -232,11 +232,12 @@ def _keep_queries_keys(
     """q and k: at the attention function, or at whole projections where the family says so."""
     if "q" in refused:
         return
+    both: tuple[Site, Site] = ("q", "k")
     for layer in anatomy.attention:
         calls = seen.attention.get(layer, [])
         if len(calls) != 1:
             continue
-        for site, states in (("q", calls[0][0]), ("k", calls[0][1])):
+        for site, states in zip(both, calls[0][:2], strict=True):
             if heads_as_rows(states).shape[0] != SHAPE[0] * SHAPE[1]:
                 continue
             layout = SiteLayout(states.shape[1] * states.shape[3], states.shape[1], states.shape[3])
@@ -247,7 +248,7 @@ def _keep_queries_keys(
                     continue
                 taps.setdefault(site, {})[layer] = options[0]
             layouts.setdefault(site, {})[layer] = layout
-    for site in ("q", "k"):
+    for site in both:
         if site not in layouts:
             refused[site] = "its attention does not go through transformers' attention functions"
 

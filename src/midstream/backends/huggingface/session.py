@@ -100,7 +100,9 @@ class HuggingFaceSession:
             for choice in range(choices)
         ]  # fmt: skip
         recorder = Recorder(sites, requests, getattr(torch, spec.dtype) if spec.dtype else None)
-        layouts = {site: {layer: self._taps.layouts[site][layer] for layer in layers} for site, layers in sites.items()}
+        layouts: dict[Site, dict[int, SiteLayout]] = {
+            site: {layer: self._taps.layouts[site][layer] for layer in layers} for site, layers in sites.items()
+        }
         _check_memory(recorder.slots, layouts, spec, self.model)
         tokens = _Tokens(sum(len(prompt.token_ids) for prompt in prompts), progress)
         with tapped(self._taps, sites, recorder.record, stop=not generating):
