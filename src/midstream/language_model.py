@@ -42,8 +42,8 @@ def load(
         reference = getattr(model.config, "_name_or_path", "") or type(model).__name__
         spec = BackendSpec("huggingface", reference)
         return LanguageModel(HuggingFaceBackend.adopt(spec, lambda: model, lambda: tokenizer))
-    given = {"dtype": dtype, "device": device, **options}
-    spec = BackendSpec("huggingface", str(model), tuple(sorted(given.items())))
+    given = {"dtype": str(dtype).removeprefix("torch."), "device": device, **options}
+    spec = BackendSpec("huggingface", str(model), given)
     return LanguageModel(HuggingFaceBackend(spec), tokenizer)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from .capture import CaptureSpec
-from .errors import UnsupportedOperationError
+from .errors import UnsupportedOperationError, spec_error
 from .generation import GenerationParams
 from .prompts import PreparedPrompt
 from .result import CaptureResult
@@ -22,15 +24,29 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """Which engine and which model: frozen, hashable, plain data.
+    """Which engine and which model: frozen, hashable, its options plain data (what JSON can hold).
 
-    `options` are sorted pairs; `secrets` (an API key) are never part of the hash, the repr or a log line.
+    >>> spec = BackendSpec("huggingface", "smollm2", {"dtype": "float32"})
+    >>> spec == BackendSpec("huggingface", "smollm2", {"dtype": "float32"}), {spec: 1}[spec]
+    (True, 1)
     """
 
     kind: BackendKind
     model: str
-    options: tuple[tuple[str, Any], ...] = ()
-    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        try:
+            copied = json.loads(self._canonical())
+        except (TypeError, ValueError) as error:
+            raise spec_error("E_BAD_PARAM", "options", f"options are plain data, as JSON has it: {error}") from None
+        object.__setattr__(self, "options", MappingProxyType(copied))
+
+    def _canonical(self) -> str:
+        return json.dumps(dict(self.options), sort_keys=True, allow_nan=False)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.model, self._canonical()))
 
 
 class Capability(StrEnum):
@@ -105,7 +121,7 @@ class Session(Protocol):
         spec: CaptureSpec,
         *,
         per_prompt_select: Sequence[SelectSpec | None] | None = None,
-        params: GenerationParams = ...,
+        params: GenerationParams | None = None,
         sample: bool = False,
         progress: Progress | None = None,
     ) -> CaptureResult:

@@ -80,6 +80,28 @@ class CaptureSpec(Wire):
     def _select_clauses(self, value: SelectSpec | None) -> dict[str, Any] | None:
         return None if value is None else value.canonical()
 
+    @classmethod
+    def short(
+        cls,
+        layers: Any = None,
+        mode: Literal["all_tokens", "last_token"] = "all_tokens",
+        location: Literal["layer_output", "layer_input"] = "layer_output",
+    ) -> CaptureSpec:
+        """The short form of a session's capture: every row or the last prompt row, of what blocks leave or read.
+
+        >>> CaptureSpec.short([3], mode="last_token").canonical()
+        {'sites': ['resid_post'], 'layers': [3], 'select': {'prompt_positions': [-1]}}
+        """
+        if mode not in ("all_tokens", "last_token"):
+            raise spec_error("E_SELECTION", "mode", f"no mode {mode!r}; there are: all_tokens, last_token")
+        if location not in ("layer_output", "layer_input"):
+            raise spec_error("E_SITE", "location", f"no location {location!r}; there are: layer_output, layer_input")
+        return cls(
+            sites=("resid_post" if location == "layer_output" else "resid_pre",),
+            layers=layers,
+            select=SelectSpec(prompt_positions=(-1,)) if mode == "last_token" else None,
+        )
+
     def canonical(self) -> dict[str, Any]:
         """The object with only the fields that are set: what is stored, hashed and sent."""
         return self.model_dump(mode="json", exclude_none=True)

@@ -29,6 +29,7 @@ class HuggingFaceBackend:
         self._tokenizer_of: Callable[[], Any] = lambda: None
         self._session: HuggingFaceSession | None = None
         self._taps: TapMap | None = None
+        self._released = False
 
     @classmethod
     def adopt(
@@ -53,8 +54,10 @@ class HuggingFaceBackend:
         """The one session at a time; another is refused until it is closed."""
         if self._session is not None:
             raise SessionClosedError("this backend has an open session: close it first, sessions are exclusive")
-        taps = self._examined()
-        self._session = HuggingFaceSession(taps, self._tokenizer_of(), self.spec.model, self._session_closed)
+        self._examined()
+        self._session = HuggingFaceSession(
+            self._examined, lambda: self._tokenizer_of(), self.spec.model, self._session_closed
+        )
         return self._session
 
     def release(self) -> None:
@@ -62,11 +65,14 @@ class HuggingFaceBackend:
         if self._session is not None:
             self._session.close()
         self._taps, self._model_of, self._tokenizer_of = None, None, lambda: None
+        self._released = True
 
     def _session_closed(self) -> None:
         self._session = None
 
     def _examined(self) -> TapMap:
+        if self._released:
+            raise SessionClosedError("this backend was released: load the model again")
         if self._model_of is None:
             loaded = load_pretrained(self.spec.model, **dict(self.spec.options))
             self._model_of, self._tokenizer_of = lambda: loaded.model, lambda: loaded.tokenizer

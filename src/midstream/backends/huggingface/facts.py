@@ -28,9 +28,18 @@ def model_facts(model: Any, model_ref: str) -> ModelFacts:
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
         head_dim=head_dim,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=compute_dtype(model),
         context_length=context_length(model),
     )
+
+
+def compute_dtype(model: Any) -> str:
+    """The dtype that the model computes in: of its first floating parameter, else its config's.
+
+    A quantised model's first parameter may hold packed integers.
+    """
+    floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    return str(floating or text_config(model).dtype or torch.float32).removeprefix("torch.")
 
 
 def context_length(model: Any) -> int | None:

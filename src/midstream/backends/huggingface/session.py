@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from midstream.taps.locate import TapMap, text_config
 from midstream.taps.recorder import Recorded, RecordedRequest, Recorder
 
 from .decoding import DecodeLoop, Growing, Stopping, cut_at_stop, decode_batches, eos_ids
-from .facts import context_length, model_facts
+from .facts import compute_dtype, context_length, model_facts
 from .forward import run_multimodal, run_prompts
 from .hooks import tapped
 
@@ -31,25 +31,36 @@ _LATER = ("logprobs", "prompt_logprobs", "constraint", "extra")
 class HuggingFaceSession:
     """A session on a loaded model; `close` gives the backend back. The model's weights and hooks are not changed."""
 
-    def __init__(self, taps: TapMap, tokenizer: Any, model_ref: str, on_close: Callable[[], None]) -> None:
-        self._taps = taps
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        taps_of: Callable[[], TapMap],
+        tokenizer_of: Callable[[], Any],
+        model_ref: str,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._taps_of = taps_of
+        self._tokenizer_of = tokenizer_of
         self._model_ref = model_ref
         self._on_close = on_close
         self._closed = False
         self._calls = 0
 
     @property
+    def taps(self) -> TapMap:
+        """The taps of the model as it is now."""
+        self._open()
+        return self._taps_of()
+
+    @property
     def model(self) -> Any:
         """The transformers model itself."""
-        self._open()
-        return self._taps.anatomy.model
+        return self.taps.anatomy.model
 
     @property
     def tokenizer(self) -> Any:
         """Its tokenizer, or None."""
         self._open()
-        return self._tokenizer
+        return self._tokenizer_of()
 
     @property
     def layout(self) -> ModelFacts:
@@ -71,8 +82,11 @@ class HuggingFaceSession:
     def capture(
         self,
         prompts: Sequence[PreparedPrompt],
-        spec: CaptureSpec,
+        spec: CaptureSpec | None = None,
         *,
+        layers: Any = None,
+        mode: Literal["all_tokens", "last_token"] = "all_tokens",
+        location: Literal["layer_output", "layer_input"] = "layer_output",
         per_prompt_select: Sequence[SelectSpec | None] | None = None,
         params: GenerationParams | None = None,
         sample: bool = False,
@@ -80,10 +94,12 @@ class HuggingFaceSession:
     ) -> CaptureResult:
         """The rows that `spec` selects, of the prompts and, with max_tokens > 1, of what is generated after them.
 
+        layers, mode, location: the short form, where there is no spec (`CaptureSpec.short`).
         per_prompt_select: one per prompt, None keeping the spec's. sample: generate also when max_tokens is 1.
         Raises SpecError, UnsupportedOperationError or PromptError before the model runs.
         """
         self._open()
+        spec = CaptureSpec.short(layers, mode, location) if spec is None else spec
         params = params or GenerationParams()
         if not prompts:
             raise spec_error("E_BAD_PARAM", "prompts", "no prompts: a capture needs at least one")
@@ -101,11 +117,11 @@ class HuggingFaceSession:
         ]  # fmt: skip
         recorder = Recorder(sites, requests, getattr(torch, spec.dtype) if spec.dtype else None)
         layouts: dict[Site, dict[int, SiteLayout]] = {
-            site: {layer: self._taps.layouts[site][layer] for layer in layers} for site, layers in sites.items()
+            site: {layer: self.taps.layouts[site][layer] for layer in layers} for site, layers in sites.items()
         }
         _check_memory(recorder.slots, layouts, spec, self.model)
         tokens = _Tokens(sum(len(prompt.token_ids) for prompt in prompts), progress)
-        with tapped(self._taps, sites, recorder.record, stop=not generating):
+        with tapped(self.taps, sites, recorder.record, stop=not generating):
             if generating:
                 grown = self._decode(prompts, params, choices, recorder, tokens)
                 recorded = recorder.finish([one.token_ids for one in grown])
@@ -130,13 +146,13 @@ class HuggingFaceSession:
             self._model_ref,
             model_facts(self.model, self._model_ref).model_fingerprint,
             recorded.errors,
-            token_texts(self._tokenizer),
+            token_texts(self.tokenizer),
         )
 
     def site_layers(self, spec: CaptureSpec) -> dict[Site, tuple[int, ...]]:
         """Each site's layers, checked against the model: E_SITE and E_LAYER_RANGE name what there is."""
         return {
-            site: layer_set(spec.layers, self._taps.layers_of(site), "capture.layers", f"{site} of this model")
+            site: layer_set(spec.layers, self.taps.layers_of(site), "capture.layers", f"{site} of this model")
             for site in spec.sites
         }
 
@@ -144,7 +160,7 @@ class HuggingFaceSession:
         for name in _LATER:
             if getattr(params, name) not in (None, {}):
                 raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a capture in process takes no {name}")
-        if params.stop and self._tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise spec_error("E_BAD_PARAM", "generation.stop", "stop strings need a tokenizer: use stop_token_ids")
 
     def _check_prompts(self, prompts: Sequence[PreparedPrompt], max_tokens: int) -> None:
@@ -164,10 +180,10 @@ class HuggingFaceSession:
     def _read(self, prompts: Sequence[PreparedPrompt], recorder: Recorder, tokens: _Tokens) -> None:
         """Prompts alone: no token is sampled and no logits are computed."""
         plain = [index for index, prompt in enumerate(prompts) if not prompt.multi_modal_data]
-        run_prompts(self._taps.anatomy, recorder, {index: prompts[index].token_ids for index in plain}, tokens.add)
+        run_prompts(self.taps.anatomy, recorder, {index: prompts[index].token_ids for index in plain}, tokens.add)
         for index, prompt in enumerate(prompts):
             if prompt.multi_modal_data:
-                run_multimodal(self._taps.anatomy, recorder, index, prompt.token_ids, dict(prompt.multi_modal_data))
+                run_multimodal(self.taps.anatomy, recorder, index, prompt.token_ids, dict(prompt.multi_modal_data))
                 tokens.add(len(prompt.token_ids))
 
     def _decode(
@@ -179,7 +195,7 @@ class HuggingFaceSession:
         tokens: _Tokens,
     ) -> list[Growing]:
         call, self._calls = self._calls, self._calls + 1
-        stopping = Stopping(params, eos_ids(self.model), _decoder(self._tokenizer))
+        stopping = Stopping(params, eos_ids(self.model), _decoder(self.tokenizer))
         loop = DecodeLoop(self.model, recorder, params, stopping)
         grown: list[list[Growing]] = []
         for index, prompt in enumerate(prompts):
@@ -199,7 +215,7 @@ class HuggingFaceSession:
         return [one for row in grown for one in row]
 
     def _completions(self, grown: Sequence[Growing], params: GenerationParams, choices: int) -> list[Completion]:
-        decode = _decoder(self._tokenizer)
+        decode = _decoder(self.tokenizer)
         done = [
             Completion(
                 prompt_token_ids=one.prompt,
@@ -260,14 +276,13 @@ def _check_multimodal(model: Any, index: int, data: Mapping[str, Any]) -> None:
 
 def _check_memory(slots: int, layouts: Mapping[Site, Mapping[int, SiteLayout]], spec: CaptureSpec, model: Any) -> None:
     """Refuse a capture that this machine's memory cannot hold, before the model runs."""
-    size = torch.empty((), dtype=getattr(torch, spec.dtype) if spec.dtype else model.dtype).element_size()
+    size = getattr(torch, spec.dtype or compute_dtype(model)).itemsize
     width = sum(layout.width for layers in layouts.values() for layout in layers.values())
-    needed, have = slots * width * size, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > physical:
+    needed, have = slots * width * size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > have:
         raise CaptureError(
-            f"{slots} rows of {width} values are {needed / 2**30:.1f} GiB, and this machine has "
-            f"{physical / 2**30:.1f} ({have / 2**30:.1f} free): choose fewer rows or layers, or fewer prompts a call"
+            f"{slots} rows of {width} values are {needed / 2**30:.1f} GiB, and this machine has {have / 2**30:.1f}: "
+            "choose fewer rows or layers, or fewer prompts a call"
         )
 
 
