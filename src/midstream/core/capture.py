@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, field_serializer, field_validator
 
-from .errors import SpecError, choices, spec_error
+from .errors import choices, spec_error
 from .narrow import is_list
 from .select import SelectSpec
-from .sites import Site, as_site
+from .sites import Site, as_site, layer_ids
 from .wire import Int, Wire
 
 StorageDtype = Literal["float16", "bfloat16", "float32", "float64", "int32", "int64"]
@@ -22,9 +22,9 @@ PHASES: Final = ("prompt", "generation")
 
 
 def _sites(value: Any) -> Any:
-    given = [value] if isinstance(value, str) else list(value)
-    if not given:
-        raise SpecError("E_SITE", "", "an empty list of sites: name one, e.g. 'resid_post'")
+    given = [value] if isinstance(value, str) else value
+    if not is_list(given) or not given:
+        raise spec_error("E_SITE", "", f"name one or more sites, e.g. ['resid_post'], got {value!r:.60}")
     return tuple(dict.fromkeys(as_site(site, f"[{place}]") for place, site in enumerate(given)))
 
 
@@ -62,9 +62,7 @@ class CaptureSpec(Wire):
     @field_validator("layers", mode="before")
     @classmethod
     def _layers(cls, value: Any) -> Any:
-        if is_list(value) and not value:
-            raise SpecError("E_LAYER_RANGE", "", "an empty list of layers: leave it out for all")
-        return value
+        return None if value is None else layer_ids(value, "")
 
     @field_validator("select", mode="before")
     @classmethod

@@ -37,7 +37,8 @@ class SpecError(MidstreamError, ValueError):
     """
 
     def __init__(self, code: Code, path: str, message: str) -> None:
-        super().__init__(f"{code} at {path}: {message}")
+        super().__init__(f"{code} at {path or '$'}: {message}")
+        self.root = ""  # what `path` begins with, where a wire model's constructor put it there
         self.code: Code = code
         self.path = path
         self.message = message
@@ -89,7 +90,7 @@ def json_path(root: str, location: tuple[int | str, ...]) -> str:
     path = root
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else part)
-    return path or "$"
+    return path
 
 
 def choices(values: Mapping[str, Any] | list[str] | tuple[str, ...]) -> str:

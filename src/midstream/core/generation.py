@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Annotated, Any, ClassVar, Literal, Self
+from numbers import Real
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from .capture import CaptureReceipt
-from .errors import SpecError
+from .errors import SpecError, spec_error
 from .wire import Int, Wire
 
 FinishReason = Literal["stop", "eos", "length"]
+CONSTRAINT_KINDS: Final = ("json_schema", "regex", "grammar", "choice")
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"must be a number, got {value!r:.60}")
+    return float(value)
+
+
+Number = Annotated[float, BeforeValidator(_number)]
 
 
 def _texts(value: Any) -> Any:
@@ -33,17 +44,17 @@ class GenerationParams(Wire):
 
     max_tokens: Annotated[Int, Field(ge=1)] = 1
     min_tokens: Annotated[Int, Field(ge=0)] = 0
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Int, Field(ge=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    greedy: bool | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    greedy: StrictBool | None = None
     n: Annotated[Int, Field(ge=1)] = 1
     seed: Annotated[Int, Field(ge=0)] | None = None
     seed_scope: Literal["item", "dispatch"] = "item"
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_texts)] = ()
     stop_token_ids: tuple[Annotated[Int, Field(ge=0)], ...] = ()
-    ignore_eos: bool = False
+    ignore_eos: StrictBool = False
     logprobs: Annotated[Int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0)] | None = None
     constraint: dict[str, Any] | None = None
@@ -56,6 +67,11 @@ class GenerationParams(Wire):
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}"
             raise SpecError("E_BAD_PARAM", "min_tokens", message)
+        if self.constraint is not None and (
+            len(self.constraint) != 1 or next(iter(self.constraint)) not in CONSTRAINT_KINDS
+        ):
+            message = f"is one of {', '.join(CONSTRAINT_KINDS)}, got {sorted(self.constraint)}"
+            raise spec_error("E_CONSTRAINT", "constraint", message)
         return self
 
     @property

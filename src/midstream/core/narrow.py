@@ -23,6 +23,13 @@ def is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping)
 
 
+def items_of(value: Any) -> list[Any]:
+    """The items of a list, tuple, set, range or array; ValueError for what is none of them."""
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+        raise ValueError(f"must be a list, got {value!r:.60}")
+    return list(value)
+
+
 def plain(value: Any) -> Any:
     """A tensor or an array as lists of numbers; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -41,7 +41,10 @@ def prompt_list(prompts: Any) -> list[Any]:
         return [prompts]
     if is_mapping(prompts):
         return _rows_of_mapping(prompts)
-    items: list[Any] = list(plain(prompts))
+    items = plain(prompts)
+    if isinstance(items, str) or not hasattr(items, "__iter__"):
+        raise PromptError(f"prompts are {prompts!r:.60}: give text, token ids, chat messages, or a list of them")
+    items = list(items)
     one = bool(items) and (all(is_int(item) for item in items) or all(_is_message(item) for item in items))
     return [items] if one else items
 
@@ -51,10 +54,12 @@ def _rows_of_mapping(prompt: Mapping[str, Any]) -> list[Any]:
     ids, mask = plain(prompt.get("input_ids")), plain(prompt.get("attention_mask"))
     if not is_list(ids) or not ids or is_int(ids[0]):
         return [prompt]
-    rows = [{"prompt_token_ids": row} for row in ids]
-    if mask is not None:
-        for row, kept in zip(rows, mask, strict=True):
-            row["attention_mask"] = kept
+    if mask is not None and (not is_list(mask) or len(mask) != len(ids)):
+        raise PromptError(f"{len(ids)} rows of input_ids want as many of attention_mask")
+    shared = {key: value for key, value in prompt.items() if key not in ("input_ids", "attention_mask")}
+    rows: list[dict[str, Any]] = [{"prompt_token_ids": row, **shared} for row in ids]
+    for row, kept in zip(rows, mask or (), strict=False):
+        row["attention_mask"] = kept
     return rows
 
 
@@ -122,9 +127,9 @@ def _as_ids(value: Any, name: str) -> list[int]:
 def _unmasked(value: Any, mask: Any, name: str) -> list[int]:
     """The ids whose mask is not zero: masked rows are dropped before all else."""
     ids = _as_ids(value, name)
-    keep = list(plain(mask))
-    if len(keep) != len(ids):
-        raise PromptError(f"{name} has {len(ids)} ids and a mask of {len(keep)}")
+    keep = plain(mask)
+    if not is_list(keep) or len(keep) != len(ids):
+        raise PromptError(f"{name} has {len(ids)} ids and a mask of {len(keep) if is_list(keep) else repr(keep)}")
     return [item for item, kept in zip(ids, keep, strict=True) if kept]
 
 

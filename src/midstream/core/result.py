@@ -53,6 +53,11 @@ class CaptureResult:
     decode: Callable[[Sequence[int]], list[str]] | None = None
     """Token ids → the text of each; None without a tokenizer."""
 
+    def __post_init__(self) -> None:
+        sites = list(self.layouts)
+        ordered = sorted(self.tensors, key=lambda key: (sites.index(key[0]), key[1]))
+        object.__setattr__(self, "tensors", {key: self.tensors[key] for key in ordered})
+
     # --- what is there
 
     @property
@@ -90,6 +95,11 @@ class CaptureResult:
             raise self.errors[sample]
         start, stop = np.searchsorted(self.labels.sample, [sample, sample + 1])
         return slice(int(start), int(stop))
+
+    def _raise_first_error(self) -> None:
+        """Shapes over all samples would pass a failed one off as empty."""
+        if self.errors:
+            raise self.errors[min(self.errors)]
 
     # --- rows
 
@@ -138,6 +148,7 @@ class CaptureResult:
         """`([samples, longest, width], mask [samples, longest])`; zero where the mask is false."""
         import torch
 
+        self._raise_first_error()
         rows = self.rows(layer, site)
         counts = torch.as_tensor(np.bincount(self.labels.sample, minlength=len(self.outputs)))
         longest = int(counts.max()) if len(counts) else 0
@@ -148,12 +159,13 @@ class CaptureResult:
 
     def last(self, layer: int, site: str | None = None) -> Tensor:
         """The last row of each sample, `[samples, width]`; refused when a sample has none."""
+        self._raise_first_error()
         rows = self.rows(layer, site)
         stops = np.searchsorted(self.labels.sample, np.arange(len(self.outputs)), side="right")
         counts = np.bincount(self.labels.sample, minlength=len(self.outputs))
         if not counts.all():
             empty = int(np.flatnonzero(counts == 0)[0])
-            raise self.errors.get(empty) or CaptureError(f"sample {empty} has no row: its selection is empty")
+            raise CaptureError(f"sample {empty} has no row: its selection is empty")
         return rows[np.asarray(stops - 1)]
 
     def to_nested(self, site: str | None = None) -> list[list[Tensor]]:
@@ -222,17 +234,29 @@ class CaptureResult:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The first samples as a table: tokens, rows, and the norm of each layer's last row."""
+        """The first samples as a table: rows, the norm of each layer's last row, and the selected tokens."""
         head, *rest = repr(self).splitlines()
+        site = self.sites[0] if self.sites else None
+        layers = [layer for of, layer in self.tensors if of == site]
+        layers = layers[:: -(-len(layers) // _HTML_LAYERS) or 1]
+        titles = ["sample", "rows", *(f"norm at {layer}" for layer in layers), "tokens"]
         body: list[str] = []
-        for index in [i for i in range(len(self.outputs)) if i not in self.errors][:10]:
+        for index in [i for i in range(len(self.outputs)) if i not in self.errors][:_HTML_SAMPLES]:
             texts = [row.text if row.text is not None else str(row.token_id) for row in self.tokens(index)]
-            shown = "".join(texts) if self.decode else " ".join(texts)
-            body.append(f"<tr><td>{index}</td><td>{len(texts)}</td><td>{escape(shown[:120])}</td></tr>")
+            shown = ("" if self.decode else " ").join(texts)[:120]
+            last = (
+                {layer: rows[-1:].float().norm() for layer, rows in self.sample(index, site).items()} if layers else {}
+            )
+            cells = [str(index), str(len(texts)), *(f"{last[layer]:.0f}" for layer in layers), shown]
+            body.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
         return (
-            f"<b>{escape(head)}</b><pre>{escape(chr(10).join(rest))}</pre>"
-            f"<table><tr><th>sample</th><th>rows</th><th>tokens</th></tr>{''.join(body)}</table>"
+            f"<b>{escape(head)}</b><pre>{escape(chr(10).join(rest))}</pre><table>"
+            f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
+            f"{''.join(f'<tr>{row}</tr>' for row in body)}</table>"
         )
+
+
+_HTML_LAYERS, _HTML_SAMPLES = 8, 10
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, model_validator
 
 from .errors import Code, SpecError
-from .narrow import is_int, is_list
+from .narrow import is_int, is_list, items_of
 from .wire import Int, Wire
 
 Phase = Literal["prompt", "generation"]
@@ -45,11 +45,7 @@ def _sorted_ints(value: Any) -> Any:
     """One int or several as a sorted tuple without repeats; `None` stays."""
     if value is None:
         return None
-    if is_int(value):
-        value = (value,)
-    if isinstance(value, str | bytes | dict):
-        raise ValueError("must be a list of integers")
-    items: list[Any] = list(value)
+    items = [value] if is_int(value) else items_of(value)
     if not items:
         raise ValueError("an empty list selects nothing: leave the clause out")
     if not all(is_int(item) for item in items):
@@ -61,7 +57,7 @@ def _windows(value: Any) -> Any:
     """`[start, stop]` or a list of them as a sorted tuple of pairs; `None` stays."""
     if value is None:
         return None
-    items: list[Any] = list(value)
+    items = items_of(value)
     if not items:
         raise ValueError("an empty list selects nothing: leave the clause out")
     if not is_list(items[0]):
@@ -184,7 +180,7 @@ def _check_clause(name: str, phase: str, clause: str, value: Any) -> None:
         for start, stop in value:
             if phase != "prompt" and (start < 0 or (stop is not None and stop < 0)):
                 raise SpecError("E_SELECTION", name, "negative ends count from the end of the prompt: prompt only")
-            if stop is not None and (start < 0) == (stop < 0) and stop <= start:
+            if stop == 0 or (stop is not None and (start < 0) == (stop < 0) and stop <= start):
                 raise SpecError("E_SELECTION", name, f"window [{start}, {stop}] holds no position")
     elif value[0] < 0 and not (clause == "positions" and phase == "prompt"):
         what = "token ids are not negative" if clause == "tokens" else "negative positions: prompt only"
@@ -238,7 +234,7 @@ def _add_term(clauses: dict[str, Any], match: re.Match[str], path: str) -> None:
 
 
 def _ints(words: list[str], match: re.Match[str], path: str) -> list[int]:
-    if not all(re.fullmatch(r"\s*-?\d+\s*", word) for word in words):
+    if not all(re.fullmatch(r"\s*-?\d{1,18}\s*", word) for word in words):
         raise SpecError("E_SELECTION", path, f"cannot read {match[0].strip()!r:.60}: {_HELP}")
     return [int(word) for word in words]
 

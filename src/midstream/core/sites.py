@@ -38,6 +38,8 @@ def as_site(name: Any, path: str = "site") -> Site:
     >>> as_site("resid_post")
     'resid_post'
     """
+    if not isinstance(name, str):
+        raise spec_error("E_SITE", path, f"a site is a name, got {name!r:.60}; there are: {choices(SITES)}")
     if name in SITES:
         return name
     if name in _OTHER_NAMES:
@@ -55,16 +57,30 @@ def layer_set(layers: Any, available: Sequence[int], path: str = "layers", what:
     """
     if layers is None:
         return tuple(available)
-    given: list[Any] = list(layers) if hasattr(layers, "__iter__") and not isinstance(layers, str) else [layers]
+    return layer_ids(layers, path, f"{what} has {_span(available)}", available)
+
+
+def layer_ids(
+    layers: Any,
+    path: str = "layers",
+    exist: str = "layers are counted from 0",
+    available: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Layer ids (or one), sorted, each once; `available` None where no model is known yet.
+
+    Raises E_LAYER_RANGE for what can be no layer, or is none of `available`, saying what there is (`exist`).
+
+    >>> layer_ids([3, 1, 3])
+    (1, 3)
+    """
+    several = hasattr(layers, "__iter__") and not isinstance(layers, str)
+    given = list(layers) if several else [layers]
     if not given:
-        raise spec_error("E_LAYER_RANGE", path, f"an empty list of layers; {what} has {_span(available)}")
-    found: set[int] = set()
+        raise spec_error("E_LAYER_RANGE", path, f"an empty list of layers; {exist}")
     for place, layer in enumerate(given):
-        if not is_int(layer) or layer not in available:
-            message = f"no layer {layer!r}; {what} has {_span(available)}"
-            raise spec_error("E_LAYER_RANGE", f"{path}[{place}]", message)
-        found.add(int(layer))
-    return tuple(sorted(found))
+        if not is_int(layer) or layer < 0 or (available is not None and layer not in available):
+            raise spec_error("E_LAYER_RANGE", f"{path}[{place}]" if several else path, f"no layer {layer!r}; {exist}")
+    return tuple(sorted({int(layer) for layer in given}))
 
 
 def _span(available: Sequence[int]) -> str:

@@ -30,11 +30,13 @@ class Wire(BaseModel):
     root: ClassVar[str] = "$"
     bad_value: ClassVar[Code] = "E_BAD_PARAM"
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise first_error(error, type(self), type(self).root) from None
+            found = first_error(error, type(self), type(self).root)
+            found.root = type(self).root
+            raise found from None
 
     @classmethod
     def of(cls, value: Any, path: str | None = None) -> Self:
@@ -45,6 +47,8 @@ class Wire(BaseModel):
         if not is_mapping(value):
             got = type(value).__name__
             raise spec_error(cls.bad_value, path, f"must be a {cls.__name__} or an object, not {got}")
+        if odd := [key for key in value if not isinstance(key, str)]:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise spec_error("E_UNKNOWN_FIELD", path, f"field names are texts, got {odd[0]!r}")
         try:
             return cls.model_validate(dict(value))
         except ValidationError as error:
@@ -54,13 +58,12 @@ class Wire(BaseModel):
 def first_error(error: ValidationError, model: type[Wire], root: str) -> SpecError:
     """pydantic's first complaint as one `SpecError`, with the JSON path below `root`."""
     first = error.errors(include_url=False)[0]
-    location, cause = first["loc"], first.get("ctx", {}).get("error")
-    if isinstance(cause, SpecError):  # raised by a nested model: its path continues ours
-        inner = cause.path.removeprefix("$").removeprefix(model.root).lstrip(".")
-        path = json_path(root, location)
-        joined = path if not inner or path.endswith(inner) else f"{path}.{inner}"
+    path, cause = json_path(root, first["loc"]), first.get("ctx", {}).get("error")
+    location = first["loc"]
+    if isinstance(cause, SpecError):  # raised by a validator, or by a nested model: its path continues ours
+        inner = cause.path[len(cause.root) :].lstrip(".")
+        joined = path + inner if inner.startswith("[") or not inner or not path else f"{path}.{inner}"
         return type(cause)(cause.code, joined, cause.message)
-    path = json_path(root, location)
     if first["type"] == "extra_forbidden":
         fields = ", ".join(model.model_fields)
         return spec_error("E_UNKNOWN_FIELD", path, f"unknown field {location[-1]!r}; there are: {fields}")

@@ -79,7 +79,7 @@ class Recorder:
         self._expected = {(site, layer) for site, layers in self.sites.items() for layer in layers}
         self._out: dict[tuple[Site, int], Tensor] = {}
         self._pass: _Pass | None = None
-        self._overflowed = torch.zeros((), dtype=torch.int64)
+        self._overflowed: dict[tuple[Site, int], Tensor] = {}  # per row, so that a recomputed one counts once
         self._plan_slots()
 
     def _plan_slots(self) -> None:
@@ -134,7 +134,7 @@ class Recorder:
         now = self._pass
         if now is None:
             raise CaptureError(f"{site} at layer {layer} fired outside a pass")
-        rows = values.reshape(-1, values.shape[-1])
+        rows = values.detach().reshape(-1, values.shape[-1])
         if len(rows) != now.rows or (site, layer) in now.fired:
             what = "fired twice in one pass" if len(rows) == now.rows else f"has {len(rows)} rows, not {now.rows}"
             raise CaptureError(f"{site} at layer {layer} {what}")
@@ -146,7 +146,7 @@ class Recorder:
         if out is None:
             out = self._out[site, layer] = self._allocate(rows)
         if self.dtype is not None and self.dtype != picked.dtype:
-            picked = self._cast(picked, now)
+            picked = self._cast(picked, (site, layer), now)
         if picked.is_cuda:
             picked = picked.to("cpu", non_blocking=True)  # lands in pinned memory; settled at the end of the pass
             now.pending.append((out, picked))
@@ -158,17 +158,19 @@ class Recorder:
         with torch.inference_mode(False):
             return torch.empty((self.slots, rows.shape[1]), dtype=self.dtype or rows.dtype)
 
-    def _cast(self, picked: Tensor, now: _Pass) -> Tensor:
+    def _cast(self, picked: Tensor, key: tuple[Site, int], now: _Pass) -> Tensor:
         """To the storage type, on the device; what an integer cannot hold fails its own request."""
         assert self.dtype is not None
         if not self.dtype.is_floating_point:
             bound = 2.0 ** (31 if self.dtype == torch.int32 else 63)
-            bad = ~((picked >= -bound) & (picked < bound)).all(1)  # NaN compares false
+            wide = picked.float() if picked.itemsize < 4 else picked  # float16 cannot hold the bound
+            bad = ~((wide >= -bound) & (wide < bound)).all(1)  # NaN compares false
             self._bad[now.target] |= bad.cpu()
             picked = torch.where(bad[:, None], 0, picked)
         cast = picked.to(self.dtype)
         if self.dtype == torch.float16:
-            self._overflowed = self._overflowed.to(cast.device) + (cast.isinf() & picked.isfinite()).sum()
+            counts = self._overflowed.setdefault(key, torch.zeros(self.slots, dtype=torch.int64))
+            counts[now.target] = (cast.isinf() & picked.isfinite()).sum(1).cpu()
         return cast
 
     def end(self) -> None:
@@ -206,7 +208,8 @@ class Recorder:
         keep = wanted & ~np.isin(labels.sample, failed)
         tensors = {key: _compact(out, keep) for key, out in self._out.items()} if keep.any() else {}
         count = int(wanted.sum())
-        receipt = CaptureReceipt(selected=count, computed=count, overflowed=int(self._overflowed))
+        overflowed = sum(int(counts.sum()) for counts in self._overflowed.values())
+        receipt = CaptureReceipt(selected=count, computed=count, overflowed=overflowed)
         return Recorded(labels.take(keep), tensors, receipt, errors)
 
     def _labels(self, generated: Sequence[Sequence[int]]) -> tuple[Labels, NDArray[np.bool_]]:
@@ -242,7 +245,7 @@ def _put(out: Tensor, target: Tensor | slice, rows: Tensor) -> None:
     """`out[target] = rows`."""
     if isinstance(target, slice):
         out[target] = rows
-    elif out.shape[1] * out.element_size() % 8 == 0:
+    elif out.shape[1] * out.itemsize % 8 == 0 and rows.storage_offset() * rows.itemsize % 8 == 0:
         # the same bytes as 64-bit words: torch's copy by index costs a step per element, not per byte
         out.view(torch.int64).index_copy_(0, target, rows.contiguous().view(torch.int64))
     else:

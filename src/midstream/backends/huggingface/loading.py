@@ -40,6 +40,7 @@ def load_pretrained(name: str, *, dtype: Any = "auto", device: str = "auto", **o
     remote = {"trust_remote_code": True} if options.get("trust_remote_code") else {}
     if device_map := options.get("device_map"):
         kwargs["device_map"] = device_map
+    place = None if device_map else _device(device)
     _check_folder(name, source)
     try:
         config = transformers.AutoConfig.from_pretrained(source, **remote)
@@ -49,8 +50,8 @@ def load_pretrained(name: str, *, dtype: Any = "auto", device: str = "auto", **o
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(f"cannot load {name!r}: {first:.200} (give a folder, a hub id, or {SMOLLM2!r})") from error
     model.eval()
-    if not device_map:
-        model.to(_device(device))
+    if place:
+        model.to(place)
     tokenizer_source = options.get("tokenizer_name_or_path") or source
     return LoadedModel(model, _load_tokenizer(tokenizer_source, remote), name)
 
@@ -93,9 +94,16 @@ def _one_dtype(dtype: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _device(device: str) -> str:
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """The device by name; E_BAD_PARAM for one that this machine has not."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # a name that torch does not know; a build without CUDA
+        have = "cpu, cuda" if torch.cuda.is_available() else "cpu"
+        why = str(error).splitlines()[0]
+        raise spec_error("E_BAD_PARAM", "device", f"no device {device!r}; there is: {have} ({why:.100})") from None
+    return device
 
 
 def _load_tokenizer(source: str, remote: dict[str, Any]) -> Any:
