@@ -244,10 +244,9 @@ class CaptureResult:
         for index in [i for i in range(len(self.outputs)) if i not in self.errors][:_HTML_SAMPLES]:
             texts = [row.text if row.text is not None else str(row.token_id) for row in self.tokens(index)]
             shown = ("" if self.decode else " ").join(texts)[:120]
-            last = (
-                {layer: rows[-1:].float().norm() for layer, rows in self.sample(index, site).items()} if layers else {}
-            )
-            cells = [str(index), str(len(texts)), *(f"{last[layer]:.0f}" for layer in layers), shown]
+            sample = self.sample(index, site) if layers else {}
+            norms = [float(np.linalg.norm(sample[layer][-1:].float().numpy())) for layer in layers]
+            cells = [str(index), str(len(texts)), *(f"{norm:.0f}" for norm in norms), shown]
             body.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
         return (
             f"<b>{escape(head)}</b><pre>{escape(chr(10).join(rest))}</pre><table>"
