@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -45,6 +46,15 @@ def load(
     given = {"dtype": str(dtype).removeprefix("torch."), "device": device, **options}
     spec = BackendSpec("huggingface", str(model), given)
     return LanguageModel(HuggingFaceBackend(spec), tokenizer)
+
+
+def _shown(progress: bool | Progress) -> AbstractContextManager[Progress | None]:
+    """A callback for `progress`: a bar on stderr for True, none for False, else the caller's own."""
+    if progress is True:
+        from .progress import token_progress
+
+        return token_progress()
+    return nullcontext(progress or None)
 
 
 class LanguageModel:
@@ -115,12 +125,11 @@ class LanguageModel:
         if per_prompt_rows is not None:
             each = [SelectSpec.read(one, f"per_prompt_rows[{place}]") for place, one in enumerate(per_prompt_rows)]
         prepared = self.prepare(prompts, add_special_tokens=add_special_tokens)
-        if progress is True:
-            from .cli.progress import token_progress
-
-            with token_progress() as shown:
-                return self._session.capture(prepared, spec, per_prompt_select=each, params=params, progress=shown)
-        return self._session.capture(prepared, spec, per_prompt_select=each, params=params, progress=progress or None)
+        with _shown(progress) as callback:
+            # each call counts from 0, so that the same call with the same seed gives the same text
+            return self._session.capture(
+                prepared, spec, per_prompt_select=each, params=params, call=0, progress=callback
+            )
 
     def prepare(self, prompts: Any, *, add_special_tokens: bool = True) -> list[PreparedPrompt]:
         """Prompts of any form as PreparedPrompts: the ids that the model will consume."""

@@ -101,6 +101,7 @@ def test_the_sites() -> None:
         ("attn", "attn_out"),
         ("mlp", "mlp_out"),
         ("attention_heads", "head_out"),
+        ("output_qk", "'q' and 'k'"),
     ],
 )
 def test_the_name_of_another_tool_is_answered_with_ours(name: str, ours: str) -> None:
@@ -108,7 +109,7 @@ def test_the_name_of_another_tool_is_answered_with_ours(name: str, ours: str) ->
         as_site(name, "sites[1]")
 
 
-@pytest.mark.parametrize("name", ["resid", "", "RESID_POST", "output_qk", None, 3, True, ["q"], {"q": 1}])
+@pytest.mark.parametrize("name", ["resid", "", "RESID_POST", None, 3, True, ["q"], {"q": 1}])
 def test_no_site_is_answered_with_all_of_them(name: Any) -> None:
     with pytest.raises(UnsupportedOperationError, match=r"^E_SITE at site: ") as caught:
         as_site(name)

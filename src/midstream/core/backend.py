@@ -123,6 +123,7 @@ class Session(Protocol):
         per_prompt_select: Sequence[SelectSpec | None] | None = None,
         params: GenerationParams | None = None,
         sample: bool = False,
+        call: int | None = None,
         progress: Progress | None = None,
     ) -> CaptureResult:
         """The rows that `spec` selects of `prompts`, and of what is generated after them."""

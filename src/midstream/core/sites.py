@@ -12,7 +12,7 @@ from .narrow import is_int
 Site = Literal["resid_pre", "resid_post", "attn_out", "mlp_out", "head_out", "router_logits", "q", "k"]
 SITES: Final[tuple[Site, ...]] = get_args(Site)
 
-_OTHER_NAMES: Final[dict[str, Site]] = {
+_OTHER_NAMES: Final[dict[str, str]] = {
     "layer_input": "resid_pre",
     "residual": "resid_post",
     "layer_output": "resid_post",
@@ -20,6 +20,7 @@ _OTHER_NAMES: Final[dict[str, Site]] = {
     "attn": "attn_out",
     "mlp": "mlp_out",
     "attention_heads": "head_out",
+    "output_qk": "q' and 'k",
 }
 
 
@@ -43,7 +44,7 @@ def as_site(name: Any, path: str = "site") -> Site:
     if name in SITES:
         return name
     if name in _OTHER_NAMES:
-        raise spec_error("E_SITE", path, f"no site {name!r}: here it is called {_OTHER_NAMES[name]!r}")
+        raise spec_error("E_SITE", path, f"no site {name!r}: here it is called '{_OTHER_NAMES[name]}'")
     raise spec_error("E_SITE", path, f"no site {name!r}; there are: {choices(SITES)}")
 
 

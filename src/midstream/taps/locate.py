@@ -85,7 +85,7 @@ _OUT_PROJ: Final = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 _MLP: Final = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "fc2")
 _AFTER_ATTENTION: Final = ("post_attention_layernorm", "post_self_attn_layernorm", "post_attention_norm")
 _AFTER_MLP: Final = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_feedforward_norm")
-_ROUTER: Final = ("gate", "router", "router.layer", "gate.wg")
+_ROUTER: Final = ("gate", "router", "router.layer", "router.proj", "gate.wg")
 _FINAL: Final = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
 
 
@@ -214,7 +214,7 @@ def _searched(block: nn.Module) -> dict[Site, list[Tap]]:
         "attn_out": [Tap(module, "output", scale) for module in [*after_attention, *attention]],
         "mlp_out": [Tap(module, "output", scale) for module in [*after_mlp, *mlps]],
         "head_out": [Tap(module, "input") for module in children(attention[0], _OUT_PROJ)[:1]] if attention else [],
-        "router_logits": [Tap(module, "output") for module in children(mlps[0], _ROUTER)[:1]] if mlps else [],
+        "router_logits": [Tap(module, "output") for of in [*mlps, block] for module in children(of, _ROUTER)],
     }
 
 

@@ -28,7 +28,7 @@ class Seen:
     taps: dict[tuple[Site, int, int], Tensor] = field(default_factory=dict)
     calls: Counter[tuple[Site, int, int]] = field(default_factory=Counter)
     attention: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
-    router_inputs: dict[int, Tensor] = field(default_factory=dict)
+    router_inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     head_input: Tensor | None = None
     last_hidden_state: Tensor | None = None
     body_alone: bool = False  # the decoder's body, called by itself, gives the same last rows
@@ -90,7 +90,7 @@ def _tiny_forward(anatomy: Anatomy) -> Seen:
                         hooks.callback(
                             on_tap(
                                 Tap(tap.module, "input"),
-                                lambda rows, layer=layer: seen.router_inputs.__setitem__(layer, rows),
+                                lambda rows, at=(layer, place): seen.router_inputs.__setitem__(at, rows.clone()),
                             ).remove
                         )
         hooks.enter_context(attention_observed(anatomy.attention, keep_attention))
@@ -262,11 +262,13 @@ def _keep_routers(
 ) -> None:
     """router_logits: the gate's logits before any softmax, which must be its weight applied to its input."""
     for layer, options in anatomy.candidates.get("router_logits", {}).items():
-        rows, inputs = _rows(seen, "router_logits", layer), seen.router_inputs.get(layer)
-        logits = None if inputs is None else _gate(options[0].module, inputs.reshape(-1, inputs.shape[-1]))
-        if rows is not None and logits is not None and _close(rows, logits):
-            taps.setdefault("router_logits", {})[layer] = options[0]
-            layouts.setdefault("router_logits", {})[layer] = SiteLayout(rows.shape[1])
+        for place, tap in enumerate(options):
+            rows, inputs = _rows(seen, "router_logits", layer, place), seen.router_inputs.get((layer, place))
+            logits = None if inputs is None else _gate(tap.module, inputs.reshape(-1, inputs.shape[-1]))
+            if rows is not None and logits is not None and _close(rows, logits):
+                taps.setdefault("router_logits", {})[layer] = tap
+                layouts.setdefault("router_logits", {})[layer] = SiteLayout(rows.shape[1])
+                break
     if "router_logits" not in layouts:
         found = "router_logits" in anatomy.candidates
         refused["router_logits"] = "its gate's output is not its logits" if found else "it has no experts"

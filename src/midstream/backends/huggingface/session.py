@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -90,12 +91,14 @@ class HuggingFaceSession:
         per_prompt_select: Sequence[SelectSpec | None] | None = None,
         params: GenerationParams | None = None,
         sample: bool = False,
+        call: int | None = None,
         progress: Progress | None = None,
     ) -> CaptureResult:
         """The rows that `spec` selects, of the prompts and, with max_tokens > 1, of what is generated after them.
 
         layers, mode, location: the short form, where there is no spec (`CaptureSpec.short`).
-        per_prompt_select: one per prompt, None keeping the spec's. sample: generate also when max_tokens is 1.
+        per_prompt_select: one per prompt, None keeping the spec's. sample: generate also when max_tokens is 1. call:
+        the call's number in seeds; None counts the session's own. Warns when no row was selected.
         Raises SpecError, UnsupportedOperationError or PromptError before the model runs.
         """
         self._open()
@@ -123,7 +126,7 @@ class HuggingFaceSession:
         tokens = _Tokens(sum(len(prompt.token_ids) for prompt in prompts), progress)
         with tapped(self.taps, sites, recorder.record, stop=not generating):
             if generating:
-                grown = self._decode(prompts, params, choices, recorder, tokens)
+                grown = self._decode(prompts, params, choices, recorder, tokens, self._call_number(call))
                 recorded = recorder.finish([one.token_ids for one in grown])
                 outputs = self._completions(grown, params, choices)
             else:
@@ -148,6 +151,12 @@ class HuggingFaceSession:
             recorded.errors,
             token_texts(self.tokenizer),
         )
+
+    def _call_number(self, given: int | None) -> int:
+        if given is not None:
+            return given
+        self._calls += 1
+        return self._calls - 1
 
     def site_layers(self, spec: CaptureSpec) -> dict[Site, tuple[int, ...]]:
         """Each site's layers, checked against the model: E_SITE and E_LAYER_RANGE name what there is."""
@@ -183,7 +192,8 @@ class HuggingFaceSession:
         run_prompts(self.taps.anatomy, recorder, {index: prompts[index].token_ids for index in plain}, tokens.add)
         for index, prompt in enumerate(prompts):
             if prompt.multi_modal_data:
-                run_multimodal(self.taps.anatomy, recorder, index, prompt.token_ids, dict(prompt.multi_modal_data))
+                with _naming(index):
+                    run_multimodal(self.taps.anatomy, recorder, index, prompt.token_ids, dict(prompt.multi_modal_data))
                 tokens.add(len(prompt.token_ids))
 
     def _decode(
@@ -193,8 +203,8 @@ class HuggingFaceSession:
         choices: int,
         recorder: Recorder,
         tokens: _Tokens,
+        call: int,
     ) -> list[Growing]:
-        call, self._calls = self._calls, self._calls + 1
         stopping = Stopping(params, eos_ids(self.model), _decoder(self.tokenizer))
         loop = DecodeLoop(self.model, recorder, params, stopping)
         grown: list[list[Growing]] = []
@@ -210,7 +220,8 @@ class HuggingFaceSession:
             tokens.add(sum(len(prompts[index].token_ids) for index in batch))
         for index, prompt in enumerate(prompts):
             if prompt.multi_modal_data:
-                loop.run([grown[index]], dict(prompt.multi_modal_data))
+                with _naming(index):
+                    loop.run([grown[index]], dict(prompt.multi_modal_data))
                 tokens.add(len(prompt.token_ids))
         return [one for row in grown for one in row]
 
@@ -227,6 +238,16 @@ class HuggingFaceSession:
         ]
         firsts = [done[start : start + choices] for start in range(0, len(done), choices)]
         return [replace(group[0], choices=tuple(group)) if choices > 1 else group[0] for group in firsts]
+
+
+@contextmanager
+def _naming(index: int) -> Generator[None]:
+    """What a model says of one prompt's images or the like, said of that prompt."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise PromptError(f"prompt {index}: the model refuses it: {first[0]:.200}") from error
 
 
 class _Tokens:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Final
 
 import torch
@@ -58,11 +59,11 @@ class SiteParity:
 
     @property
     def holds(self) -> bool:
-        """Whether every error that is judged keeps its limit; NaN never does."""
+        """Whether every row is finite and every error that is judged keeps its limit."""
         judged = (
             (self.error_p50, self.limit_p50), (self.error_p99, self.limit_p99), (self.error_max, self.limit_max),
         )  # fmt: skip
-        return self.rows > 0 and all(error <= limit for error, limit in judged if limit is not None)
+        return isfinite(self.error_max) and all(error <= limit for error, limit in judged if limit is not None)
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,10 @@ def verify(
     missing or labelled wrongly.
     """
     model: Any = session.model
-    taps = examine(model)
-    having = [site for site, found in taps.layouts.items() if found and set(layers or ()) <= set(found)]
-    wanted: tuple[Site, ...] = tuple(sites or having or ("resid_post",))  # the last to name the layers that there are
+    taps = session.taps
+    having: list[Site] = [site for site, found in taps.layouts.items() if found and set(layers or ()) <= set(found)]
+    stream: tuple[Site, ...] = ("resid_post",)  # which has every layer: it names the range where a layer is absent
+    wanted: tuple[Site, ...] = (*(sites or having or stream),)
     spec = CaptureSpec(sites=wanted, layers=None if layers is None else tuple(layers))
     places = session.site_layers(spec)
     exact = model.dtype in (torch.float32, torch.float64)

