@@ -19,8 +19,8 @@ import torch
 
 import midstream as ms
 from midstream.cli import app, main
-from midstream.progress import token_progress
 from midstream.formats import hidden_states_file
+from midstream.progress import token_progress
 from unit.captures import made
 from unit.tiny_checkpoint import HIDDEN, LAYERS, POISON, save_tiny
 

@@ -59,12 +59,12 @@ class CaptureSpec(Wire):
     select: SelectSpec | None = None
     dtype: StorageDtype | None = None
 
-    @field_validator("layers", mode="before")
+    @field_validator("layers", mode="before", json_schema_input_type=int | list[int] | None)
     @classmethod
     def _layers(cls, value: Any) -> Any:
         return None if value is None else layer_ids(value, "")
 
-    @field_validator("select", mode="before")
+    @field_validator("select", mode="before", json_schema_input_type=str | SelectSpec | None)
     @classmethod
     def _select(cls, value: Any) -> Any:
         return SelectSpec.read(value, "")
