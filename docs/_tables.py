@@ -208,8 +208,8 @@ def storage_dtypes() -> str:
 
 def generation_fields() -> str:
     """The fields of GenerationParams that a capture takes, and those that it refuses."""
-    from midstream.backends.huggingface.session import _LATER
+    from midstream.backends.huggingface.checks import LATER
 
-    taken = [f"`{name}`" for name in GenerationParams.model_fields if name not in _LATER]
-    refused = [f"`{name}`" for name in _LATER]
+    taken = [f"`{name}`" for name in GenerationParams.model_fields if name not in LATER]
+    refused = [f"`{name}`" for name in LATER]
     return f"Taken: {', '.join(taken)}.\nRefused for now: {', '.join(refused)}."

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
     from .core.capture import CaptureReceipt as CaptureReceipt
     from .core.capture import CaptureSpec as CaptureSpec
     from .core.capture import Labels as Labels
+    from .core.errors import BusyError as BusyError
     from .core.errors import CaptureError as CaptureError
     from .core.errors import FileFormatError as FileFormatError
     from .core.errors import MidstreamError as MidstreamError
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "core.capture": ("CaptureReceipt", "CaptureSpec", "Labels"),
     "core.errors": (
+        "BusyError",
         "CaptureError",
         "FileFormatError",
         "MidstreamError",

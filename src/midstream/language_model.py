@@ -48,6 +48,13 @@ def load(
     return LanguageModel(HuggingFaceBackend(spec), tokenizer)
 
 
+def _one_of(site: str | None, sites: Sequence[str] | None) -> Sequence[str]:
+    """The sites of a capture, given by one parameter or the other."""
+    if site is not None and sites is not None:
+        raise spec_error("E_SITE", "site", f"site {site!r} and sites {sites!r}: give one of them")
+    return sites if sites is not None else [site or "resid_post"]
+
+
 def _shown(progress: bool | Progress) -> AbstractContextManager[Progress | None]:
     """A callback for `progress`: a bar on stderr for True, none for False, else the caller's own."""
     if progress is True:
@@ -97,7 +104,7 @@ class LanguageModel:
         prompts: Any,
         *,
         layers: Any = None,
-        site: str = "resid_post",
+        site: str | None = None,
         sites: Sequence[str] | None = None,
         rows: SelectSpec | str | dict[str, Any] | None = None,
         per_prompt_rows: Sequence[SelectSpec | str | dict[str, Any] | None] | None = None,
@@ -110,12 +117,12 @@ class LanguageModel:
         """Labelled activations of `prompts`, and with max_tokens > 1 of what the model generates after them.
 
         prompts: one or a list of text, token ids, chat messages, or dicts with prompt_token_ids, multi_modal_data,
-        cache_salt. layers: ids of blocks, None for all. site or sites: what to read (SEMANTICS.md, "Sites"). rows:
+        cache_salt. layers: ids of blocks, None for all. site or sites: what to read ("resid_post" unless given). rows:
         which rows, in the row grammar, None for all. dtype: the storage type, None for the model's bits. generation:
         any field of GenerationParams. With max_tokens=1 only the prompts run and no token is sampled.
         """
         spec = CaptureSpec(
-            sites=[site] if sites is None else sites,  # pyright: ignore[reportArgumentType]
+            sites=_one_of(site, sites),  # pyright: ignore[reportArgumentType]
             layers=layers,
             select=SelectSpec.read(rows, "rows"),
             dtype=as_storage_dtype(dtype),

@@ -142,7 +142,7 @@ def test_texts_of_the_tokens_that_occur(tmp_path: Path) -> None:
 
 
 def test_the_layout_on_disk(tmp_path: Path) -> None:
-    """What SEMANTICS.md says of the file, seen with safetensors alone."""
+    """What docs/semantics.md says of the file, seen with safetensors alone."""
     path = save(made(("resid_post", "mlp_out"), (0, 2)), tmp_path / "a")
     names = {"labels.sample", "labels.choice", "labels.position", "labels.token_id", "labels.phase"}
     names |= {"prompts.ids", "prompts.offsets", "resid_post.0", "resid_post.2", "mlp_out.0", "mlp_out.2"}

@@ -197,7 +197,11 @@ def check(got: Recorded, every: list[Choice]) -> None:
     for place, name in enumerate(("sample", "choice", "position", "token_id", "generated")):
         assert getattr(got.labels, name).tolist() == [row[place] for row in table], name
     assert got.errors == {}
-    assert (got.receipt.selected, got.receipt.computed, got.receipt.reused) == (len(table), len(table), 0)
+    # a row that several requests share is computed for one of them and reused by the others
+    assert got.receipt.selected == got.receipt.computed + got.receipt.reused == len(table)
+    assert [receipt.selected for receipt in got.receipts] == [
+        sum(row[0] == sample for row in table) for sample in range(len(got.receipts))
+    ]
     assert set(got.tensors) == (set(KEYS) if table else set())
     for (site, layer), tensor in got.tensors.items():
         assert tensor.dtype == SITES[site][2]

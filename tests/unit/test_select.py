@@ -1,4 +1,4 @@
-"""SelectSpec, the row grammar and `resolve` against a row-by-row reading of SEMANTICS.md's table."""
+"""SelectSpec, the row grammar and `resolve` against a row-by-row reading of docs/semantics.md's table."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_none_stays_none() -> None:
     assert SelectSpec.read(None) is None
 
 
-# --- what it means, in the words of SEMANTICS.md
+# --- what it means, in the words of docs/semantics.md
 
 
 def places(text: str, prompt_len: int, length: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sites and layer sets, as SEMANTICS.md's "Layers" and "Sites" have them."""
+"""Sites and layer sets, as docs/semantics.md's "Layers" and "Sites" have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between what people ask and the engines that answer (DESIGN.md §4)."""
+"""The seam between what people ask and the engines that answer."""
 
 from __future__ import annotations
 
@@ -43,10 +43,17 @@ class BackendSpec:
         object.__setattr__(self, "options", MappingProxyType(copied))
 
     def _canonical(self) -> str:
-        return json.dumps(dict(self.options), sort_keys=True, allow_nan=False)
+        return json.dumps(dict(self.options), sort_keys=True, allow_nan=False, default=_dtype_name)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.model, self._canonical()))
+
+
+def _dtype_name(value: Any) -> str:
+    """A dtype's name, the one value of other libraries that options may hold."""
+    if type(value).__name__ != "dtype":
+        raise TypeError(f"{value!r:.60} is not plain data")
+    return str(value).removeprefix("torch.")
 
 
 class Capability(StrEnum):
@@ -118,11 +125,13 @@ class Session(Protocol):
     def capture(
         self,
         prompts: Sequence[PreparedPrompt],
-        spec: CaptureSpec,
+        spec: CaptureSpec | None = None,
         *,
+        layers: Any = None,
+        mode: Literal["all_tokens", "last_token"] = "all_tokens",
+        location: Literal["layer_output", "layer_input"] = "layer_output",
         per_prompt_select: Sequence[SelectSpec | None] | None = None,
         params: GenerationParams | None = None,
-        sample: bool = False,
         call: int | None = None,
         progress: Progress | None = None,
     ) -> CaptureResult:

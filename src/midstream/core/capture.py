@@ -151,7 +151,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class CaptureReceipt:
-    """How many rows were selected, computed and reused from a cache, over all samples (DESIGN.md §5).
+    """How many rows were selected, computed and reused from a cache, over all samples.
 
     overflowed: values that became infinite in the storage dtype (float16).
     """

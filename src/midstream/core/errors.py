@@ -60,7 +60,7 @@ class ModelLoadError(MidstreamError):
 
 
 class SelfTestError(ModelLoadError):
-    """The model's first tiny forward contradicted what SEMANTICS.md says of a site."""
+    """The model's first tiny forward contradicted what docs/semantics.md says of a site."""
 
 
 class CaptureError(MidstreamError):
@@ -69,6 +69,10 @@ class CaptureError(MidstreamError):
 
 class FileFormatError(MidstreamError, ValueError):
     """A file that is not what its reader reads, or is damaged."""
+
+
+class BusyError(MidstreamError, RuntimeError):
+    """A model or a backend that is in use: sessions and captures are exclusive."""
 
 
 class SessionClosedError(MidstreamError, RuntimeError):

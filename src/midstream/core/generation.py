@@ -88,7 +88,7 @@ def derive_seed(seed: int | None, call: int, index: int, choice: int = 0) -> int
     """The seed of one item's choice; `call` counts a session's calls, `index` the items of the call.
 
     `int.from_bytes(sha256("{seed}:generate-{call}:{index}")[:8], "big") & (2**63 - 1)`, with `:{choice}`
-    appended for choices after the first; unseeded stays None (DESIGN.md §4).
+    appended for choices after the first; unseeded stays None.
 
     >>> derive_seed(None, 0, 0) is None, derive_seed(7, 0, 0) == derive_seed(7, 0, 0, 1)
     (True, False)

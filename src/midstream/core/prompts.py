@@ -1,4 +1,4 @@
-"""Prompts of every form as token ids, each special token once (SEMANTICS.md, "Rows")."""
+"""Prompts of every form as token ids, each special token once (docs/semantics.md)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,21 @@ class PreparedPrompt:
     text: str | None = None
     multi_modal_data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise PromptError("a prompt has no tokens: give at least one")
+        if not all(is_int(token) and token >= 0 for token in self.token_ids):
+            raise PromptError(f"token ids are integers from 0, got {min(self.token_ids, key=_as_number)!r}")
+        if not is_mapping(self.multi_modal_data):
+            raise PromptError(f"multi_modal_data is tensors by name, got {self.multi_modal_data!r:.60}")
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PromptError(f"cache_salt is a text, got {self.cache_salt!r:.60}")
+
+
+def _as_number(token: Any) -> float:
+    """So that what is no integer is named first, then the smallest."""
+    return token if is_int(token) else float("-inf")
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -91,9 +106,10 @@ def prepare(prompt: Any, tokenizer: Any, *, index: int = 0, add_special_tokens: 
         ids, text = _encode_chat(list(prompt), tokenizer, name)
     else:
         ids, text = _as_ids(prompt, name), None
-    if not len(ids):
-        raise PromptError(f"{name} has no tokens: give at least one")
-    return PreparedPrompt(tuple(ids), text, data, salt)
+    try:
+        return PreparedPrompt(tuple(ids), text, data, salt)
+    except PromptError as error:
+        raise PromptError(f"{name}: {error}") from None
 
 
 def _open_mapping(prompt: Mapping[str, Any], name: str) -> tuple[Any, Any, str | None, Mapping[str, Any]]:

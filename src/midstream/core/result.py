@@ -93,6 +93,8 @@ class CaptureResult:
             raise IndexError(f"no sample {sample}; there are {len(self.outputs)}")
         if sample in self.errors:
             raise self.errors[sample]
+        if not self.labelled:
+            raise CaptureError("these rows have no labels: no row can be said to be a sample's")
         start, stop = np.searchsorted(self.labels.sample, [sample, sample + 1])
         return slice(int(start), int(stop))
 
@@ -100,6 +102,8 @@ class CaptureResult:
         """Shapes over all samples would pass a failed one off as empty."""
         if self.errors:
             raise self.errors[min(self.errors)]
+        if not self.labelled:
+            raise CaptureError("these rows have no labels: no row can be said to be a sample's")
 
     # --- rows
 
@@ -158,8 +162,10 @@ class CaptureResult:
         return out, mask
 
     def last(self, layer: int, site: str | None = None) -> Tensor:
-        """The last row of each sample, `[samples, width]`; refused when a sample has none."""
+        """The last row of each sample, `[samples, width]`; refused when a sample has none, or several choices."""
         self._raise_first_error()
+        if (self.labels.choice > 0).any():
+            raise CaptureError("with several choices a sample has several last rows: take them from sample(i)")
         rows = self.rows(layer, site)
         stops = np.searchsorted(self.labels.sample, np.arange(len(self.outputs)), side="right")
         counts = np.bincount(self.labels.sample, minlength=len(self.outputs))
@@ -201,7 +207,7 @@ class CaptureResult:
     # --- files: formats/ uses core, so these three reach up for it only when they are called
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Write the capture file (SEMANTICS.md, "Files"): to a temporary name, flushed, renamed."""
+        """Write the capture file (docs/formats.md): to a temporary name, flushed, renamed."""
         from midstream.formats import capture_file
 
         return capture_file.save(self, path)

@@ -1,4 +1,4 @@
-"""Which rows: SelectSpec, the row grammar, and `resolve` (SEMANTICS.md, "Selecting rows").
+"""Which rows: SelectSpec, the row grammar, and `resolve` (docs/semantics.md).
 
 One language chooses rows for captures and for the scope of every intervention, in Python, JSON and on the
 command line. Phase is data: a row is `generation` when its position is at least its request's `prompt_len`.

@@ -1,4 +1,4 @@
-"""Sites and layer sets (SEMANTICS.md, "Layers" and "Sites")."""
+"""Sites and layer sets (docs/semantics.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from .errors import choices, spec_error
-from .narrow import is_int
+from .narrow import is_int, plain
 
 Site = Literal["resid_pre", "resid_post", "attn_out", "mlp_out", "head_out", "router_logits", "q", "k"]
 SITES: Final[tuple[Site, ...]] = get_args(Site)
@@ -74,13 +74,15 @@ def layer_ids(
     >>> layer_ids([3, 1, 3])
     (1, 3)
     """
+    layers = plain(layers)
     several = hasattr(layers, "__iter__") and not isinstance(layers, str)
     given = list(layers) if several else [layers]
     if not given:
         raise spec_error("E_LAYER_RANGE", path, f"an empty list of layers; {exist}")
     for place, layer in enumerate(given):
         if not is_int(layer) or layer < 0 or (available is not None and layer not in available):
-            raise spec_error("E_LAYER_RANGE", f"{path}[{place}]" if several else path, f"no layer {layer!r}; {exist}")
+            what = f"no layer {layer!r}" + ("" if is_int(layer) else ", which is no integer (None is all layers)")
+            raise spec_error("E_LAYER_RANGE", f"{path}[{place}]" if several else path, f"{what}; {exist}")
     return tuple(sorted({int(layer) for layer in given}))
 
 

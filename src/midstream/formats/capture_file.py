@@ -1,4 +1,4 @@
-"""The capture file: one CaptureResult as one .safetensors (SEMANTICS.md, "Files").
+"""The capture file: one CaptureResult as one .safetensors (docs/formats.md).
 
 Tensors `<site>.<layer>` `[rows, width]`; `labels.sample|choice|position|token_id` int64 and `labels.phase`
 uint8 (0 prompt, 1 generation) `[rows]`; `prompts.ids` `[all prompt tokens]` and `prompts.offsets`

@@ -1,4 +1,4 @@
-"""Tensors in JSON, as vllm-lens encodes them (SEMANTICS.md, "HTTP tensors").
+"""Tensors in JSON, as vllm-lens encodes them (docs/formats.md).
 
 `{"data": base64 of one zstd frame, "dtype": NumPy name, "original_dtype": "torch.…", "shape": […],
 "compression": "zstd"}`: little-endian, C order, bfloat16 as int16 bits.

@@ -86,7 +86,16 @@ _MLP: Final = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "fc2")
 _AFTER_ATTENTION: Final = ("post_attention_layernorm", "post_self_attn_layernorm", "post_attention_norm")
 _AFTER_MLP: Final = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_feedforward_norm")
 _ROUTER: Final = ("gate", "router", "router.layer", "router.proj", "gate.wg")
-_FINAL: Final = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
+_FINAL: Final = (
+    "norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "ln_f",
+    "norm_f",
+    "final_norm",
+    "layer_norm",
+    "embedding_norm",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +135,11 @@ def locate(model: Any) -> Anatomy:
 
     Raises ModelLoadError for encoder-decoder models and where no stack of blocks is found.
     """
+    if not hasattr(model, "config") or not hasattr(model, "modules"):
+        raise ModelLoadError(f"a {type(model).__name__} is no transformers model: give a folder, a hub id, or a model")
     config = text_config(model)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelLoadError(f"{model.config.model_type} is an encoder-decoder model: midstream reads decoders only")
+    if getattr(model.config, "is_encoder_decoder", False) or not hasattr(config, "num_hidden_layers"):
+        raise ModelLoadError(f"{model.config.model_type} is no decoder-only model: midstream reads decoders only")
     body, blocks = _find_blocks(model, config.num_hidden_layers)
     family = FAMILIES.get(config.model_type)
     final = _final(body, family.final if family else None)
@@ -218,6 +229,18 @@ def _searched(block: nn.Module) -> dict[Site, list[Tap]]:
     }
 
 
+def same_parts(anatomy: Anatomy, model: Any) -> bool:
+    """Whether `model` is still made of the modules that were located: an adapter may have wrapped one since."""
+    if anatomy.model is not model:
+        return False
+    now = locate(model)
+    return all(
+        [tap.module for tap in options] == [tap.module for tap in now.candidates.get(site, {}).get(layer, ())]
+        for site, layers in anatomy.candidates.items()
+        for layer, options in layers.items()
+    )
+
+
 def sublayer_pairs(candidates: Mapping[Site, Mapping[int, tuple[Tap, ...]]]) -> Iterator[tuple[int, int]]:
     """Which (attn_out, mlp_out) candidates to try together, by place in their lists, best first."""
 
@@ -232,13 +255,21 @@ class TapMap:
     """The taps of one model that a self-test has shown to hold.
 
     taps: `[site][layer]`; q and k of a layer that has none are read at its attention function. layouts: the widths
-    of every site and layer that can be captured. refused: site → why it, or some of its layers, cannot.
+    of every site and layer that can be captured. refused: site → why it cannot. shares_prefix, pads_left:
+    whether a prompt has the rows that it has alone after a prefix from a cache, and with padding on its left.
     """
 
     anatomy: Anatomy
     taps: Mapping[Site, Mapping[int, Tap]]
     layouts: Mapping[Site, Mapping[int, SiteLayout]]
     refused: Mapping[Site, str]
+    shares_prefix: bool = False
+    pads_left: bool = False
+
+    @property
+    def sites(self) -> dict[Site, tuple[int, ...]]:
+        """Every site that can be captured, with its layers."""
+        return {site: tuple(layouts) for site, layouts in self.layouts.items()}
 
     def layers_of(self, site: Site) -> tuple[int, ...]:
         """The layers at which `site` can be captured; E_SITE, with the reason, when there is none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from midstream.core.select import SelectSpec, resolve
 from midstream.core.sites import Site
 
 from .step import Ints, StepBatch, whole_sequence
+
+_COUNTS: Final = ("selected", "computed", "reused", "overflowed")
 
 ABSENT = -1
 """The slot of a row that no spec can select."""
@@ -43,11 +46,12 @@ class RecordedRequest:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a recorder hands over; errors: sample → why its rows could not be stored."""
+    """What a recorder hands over. receipts: one per sample; errors: sample → why it has no rows."""
 
     labels: Labels
     tensors: dict[tuple[Site, int], Tensor]
     receipt: CaptureReceipt
+    receipts: list[CaptureReceipt]
     errors: dict[int, MidstreamError]
 
 
@@ -59,9 +63,9 @@ class _Pass:
     source: Tensor | slice
     target: Tensor | slice
     fired: set[tuple[Site, int]] = field(default_factory=set[tuple[Site, int]])
-    pending: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list[tuple[Tensor, Tensor]]
-    )  # (destination, copy on its way)
+    # copies on their way from a GPU, with where they go; settled once the next pass is queued
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    events: list[torch.cuda.Event] = field(default_factory=list[torch.cuda.Event])
 
 
 class Recorder:
@@ -73,13 +77,17 @@ class Recorder:
     def __init__(
         self, sites: Mapping[Site, Sequence[int]], requests: Sequence[RecordedRequest], dtype: torch.dtype | None = None
     ) -> None:
-        self.sites = {site: tuple(layers) for site, layers in sites.items()}
+        self.sites: dict[Site, tuple[int, ...]] = {site: tuple(layers) for site, layers in sites.items()}
         self.requests = requests
         self.dtype = dtype
         self._expected = {(site, layer) for site, layers in self.sites.items() for layer in layers}
         self._out: dict[tuple[Site, int], Tensor] = {}
         self._pass: _Pass | None = None
-        self._overflowed: dict[tuple[Site, int], Tensor] = {}  # per row, so that a recomputed one counts once
+        self._unsettled: _Pass | None = None
+        # per row, so that a recomputed one counts once: values that overflowed, rows that an integer cannot hold
+        self._overflowed: dict[tuple[Site, int], Tensor] = {}
+        self._unstorable: dict[tuple[Site, int], Tensor] = {}
+        self._failed: dict[int, MidstreamError] = {}
         self._plan_slots()
 
     def _plan_slots(self) -> None:
@@ -89,6 +97,7 @@ class Recorder:
         slots = np.full(int(self._offset[-1]), ABSENT, dtype=np.int64)
         self._spec_of = np.zeros(len(self.requests), dtype=np.int64)
         known: dict[SelectSpec | None, int] = {}
+        certain = 0
         for index, request in enumerate(self.requests):
             self._spec_of[index] = known.setdefault(request.select, len(known))
             start, length = int(self._offset[index]), len(request.prompt)
@@ -98,14 +107,16 @@ class Recorder:
             # generated ids are not known yet: any row of the phase may be selected
             may[length:] = request.select is None or "generation" in request.select.phases
             slots[start : start + request.max_len][may] = 0
+            certain += int(may[:length].sum())
         self._specs: list[SelectSpec | None] = list(known)
+        self.certain = certain  # rows of prompts, which will come
         chosen = slots == 0
         slots[chosen] = np.arange(int(chosen.sum()))
         self._slot = slots
-        self.slots = int(chosen.sum())
+        self.slots = int(chosen.sum())  # a bound: generated rows may not come
         self._seen = np.zeros(self.slots, dtype=np.bool_)
+        self._reused = np.zeros(self.slots, dtype=np.bool_)
         self._token = np.zeros(self.slots, dtype=np.int64)
-        self._bad = torch.zeros(self.slots, dtype=torch.bool)
 
     # --- one forward pass
 
@@ -119,6 +130,10 @@ class Recorder:
         source, target = step.row[chosen], slot[chosen]
         self._seen[target] = True
         self._token[target] = step.token_id[chosen]
+        if len(source) > 1 and not (np.diff(source) > 0).all():  # a prefix of several requests: computed for the first
+            reused = np.ones(len(source), dtype=np.bool_)
+            reused[np.unique(source, return_index=True)[1]] = False
+            self._reused[target] = reused
         self._pass = _Pass(step.size, _index(source, device), _index(target, torch.device("cpu")))
 
     def _resolve_decoded(self, rows: StepBatch) -> NDArray[np.bool_]:
@@ -139,7 +154,8 @@ class Recorder:
             what = "fired twice in one pass" if len(rows) == now.rows else f"has {len(rows)} rows, not {now.rows}"
             raise CaptureError(f"{site} at layer {layer} {what}")
         now.fired.add((site, layer))
-        picked = rows[now.source] if isinstance(now.source, slice) else rows.index_select(0, now.source)
+        source = now.source if isinstance(now.source, slice) else now.source.to(rows.device)
+        picked = rows[source] if isinstance(source, slice) else rows.index_select(0, source)
         if not len(picked):
             return
         out = self._out.get((site, layer))
@@ -147,16 +163,19 @@ class Recorder:
             out = self._out[site, layer] = self._allocate(rows)
         if self.dtype is not None and self.dtype != picked.dtype:
             picked = self._cast(picked, (site, layer), now)
-        if picked.is_cuda:
-            picked = picked.to("cpu", non_blocking=True)  # lands in pinned memory; settled at the end of the pass
-            now.pending.append((out, picked))
-        else:
-            _put(out, now.target, picked)
+        self._keep(now, out, picked)
 
     def _allocate(self, rows: Tensor) -> Tensor:
         """An ordinary tensor (not an inference tensor) with a place for each row that may come."""
         with torch.inference_mode(False):
             return torch.empty((self.slots, rows.shape[1]), dtype=self.dtype or rows.dtype)
+
+    def _keep(self, now: _Pass, out: Tensor, values: Tensor) -> None:
+        """`out[target] = values`: at once on the CPU, else by a copy that goes on while the model does."""
+        if values.is_cuda:
+            now.pending.append((out, values.to("cpu", non_blocking=True)))  # lands in pinned memory
+        else:
+            _put(out, now.target, values.cpu())
 
     def _cast(self, picked: Tensor, key: tuple[Site, int], now: _Pass) -> Tensor:
         """To the storage type, on the device; what an integer cannot hold fails its own request."""
@@ -165,12 +184,12 @@ class Recorder:
             bound = 2.0 ** (31 if self.dtype == torch.int32 else 63)
             wide = picked.float() if picked.itemsize < 4 else picked  # float16 cannot hold the bound
             bad = ~((wide >= -bound) & (wide < bound)).all(1)  # NaN compares false
-            self._bad[now.target] |= bad.cpu()
+            self._keep(now, self._unstorable.setdefault(key, torch.zeros(self.slots, dtype=torch.bool)), bad)
             picked = torch.where(bad[:, None], 0, picked)
         cast = picked.to(self.dtype)
         if self.dtype == torch.float16:
-            counts = self._overflowed.setdefault(key, torch.zeros(self.slots, dtype=torch.int64))
-            counts[now.target] = (cast.isinf() & picked.isfinite()).sum(1).cpu()
+            over = (cast.isinf() & picked.isfinite()).sum(1, dtype=torch.int32)
+            self._keep(now, self._overflowed.setdefault(key, torch.zeros(self.slots, dtype=torch.int32)), over)
         return cast
 
     def end(self) -> None:
@@ -181,10 +200,26 @@ class Recorder:
         if silent := sorted(self._expected - now.fired):
             site, layer = silent[0]
             raise CaptureError(f"{site} at layer {layer} did not fire: the rows of this pass are lost")
+        self._settle()
         if now.pending:
-            torch.cuda.current_stream().synchronize()
-            for out, picked in now.pending:
-                _put(out, now.target, picked)
+            for device in range(torch.cuda.device_count()):
+                now.events.append(torch.cuda.Event())
+                now.events[-1].record(torch.cuda.current_stream(device))
+            self._unsettled = now
+
+    def _settle(self) -> None:
+        """Wait for the copies of the pass before, and put its rows in their place."""
+        before, self._unsettled = self._unsettled, None
+        if before is not None:
+            for event in before.events:
+                event.synchronize()
+            for out, values in before.pending:
+                _put(out, before.target, values)
+
+    def fail(self, sample: int, error: MidstreamError) -> None:
+        """Give up one sample, also in the middle of its pass; the others stay."""
+        self._pass = None
+        self._failed[sample] = error
 
     # --- the result
 
@@ -194,23 +229,38 @@ class Recorder:
         generated: each request's sampled ids, of which all but the last were consumed; None: only prompts ran.
         Raises CaptureError when rows are missing or were recorded beyond what was selected.
         """
+        self._settle()
         labels, wanted = self._labels(generated or [()] * len(self.requests))
-        missing, extra = int((wanted & ~self._seen).sum()), int((self._seen & ~wanted).sum())
+        failed = np.isin(labels.sample, list(self._failed))
+        missing = int((wanted & ~self._seen & ~failed).sum())
+        extra = int((self._seen & ~wanted & ~failed).sum())
         if missing or extra:
             raise CaptureError(f"{missing} selected rows did not arrive, and {extra} came that nobody selected")
-        if not np.array_equal(self._token[wanted], labels.token_id[wanted]):
+        if not np.array_equal(self._token[wanted & ~failed], labels.token_id[wanted & ~failed]):
             raise CaptureError("a row consumed another token than its label says")
-        failed = sorted({int(sample) for sample in labels.sample[self._bad.numpy()]})
-        errors: dict[int, MidstreamError] = {
-            sample: CaptureError(f"sample {sample} has values that are not finite or too large for {self.dtype}")
-            for sample in failed
-        }
-        keep = wanted & ~np.isin(labels.sample, failed)
-        tensors = {key: _compact(out, keep) for key, out in self._out.items()} if keep.any() else {}
-        count = int(wanted.sum())
-        overflowed = sum(int(counts.sum()) for counts in self._overflowed.values())
-        receipt = CaptureReceipt(selected=count, computed=count, overflowed=overflowed)
-        return Recorded(labels.take(keep), tensors, receipt, errors)
+        for bad in self._unstorable.values():
+            for sample in {int(sample) for sample in labels.sample[bad.numpy()]}:
+                message = f"sample {sample} has values that are not finite or too large for {self.dtype}"
+                self._failed.setdefault(sample, CaptureError(message))
+        keep = wanted & ~np.isin(labels.sample, list(self._failed))
+        with torch.inference_mode(False):  # a copy made under inference mode would be no ordinary tensor
+            tensors = {key: _compact(out, keep) for key, out in self._out.items()} if keep.any() else {}
+        receipts = self._receipts(labels, wanted)
+        total = CaptureReceipt(*(sum(getattr(one, name) for one in receipts) for name in _COUNTS))
+        return Recorded(labels.take(keep), tensors, total, receipts, dict(self._failed))
+
+    def _receipts(self, labels: Labels, wanted: NDArray[np.bool_]) -> list[CaptureReceipt]:
+        """One receipt per sample; a failed sample's says how much of it had been computed."""
+        samples = 1 + max((request.sample for request in self.requests), default=-1)
+        overflowed = np.zeros(self.slots, dtype=np.int64)
+        for counts in self._overflowed.values():
+            overflowed += counts.numpy()
+
+        def per_sample(weights: NDArray[Any]) -> list[int]:
+            return np.bincount(labels.sample, weights=weights, minlength=samples).astype(np.int64).tolist()
+
+        columns = (wanted, wanted & self._seen & ~self._reused, wanted & self._seen & self._reused, overflowed)
+        return [CaptureReceipt(*counts) for counts in zip(*map(per_sample, columns), strict=True)]
 
     def _labels(self, generated: Sequence[Sequence[int]]) -> tuple[Labels, NDArray[np.bool_]]:
         """The label of every slot, and which slots the specs select, read off the final ids alone."""
@@ -243,7 +293,7 @@ def _index(rows: Ints, device: torch.device) -> Tensor | slice:
 
 def _put(out: Tensor, target: Tensor | slice, rows: Tensor) -> None:
     """`out[target] = rows`."""
-    if isinstance(target, slice):
+    if isinstance(target, slice) or out.dim() == 1:
         out[target] = rows
     elif out.shape[1] * out.itemsize % 8 == 0 and rows.storage_offset() * rows.itemsize % 8 == 0:
         # the same bytes as 64-bit words: torch's copy by index costs a step per element, not per byte
@@ -262,4 +312,5 @@ def _compact(out: Tensor, keep: NDArray[np.bool_]) -> Tensor:
         if place != start:
             out[place : place + stop - start] = out[start:stop].clone()
         place += stop - start
-    return out[:place]
+    # a view of much more would hold memory that nobody asked for; of a little more, a copy would cost more
+    return out[:place].clone() if place < 0.75 * len(out) else out[:place]

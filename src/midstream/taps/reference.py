@@ -6,6 +6,7 @@ row kept. It shares only the places to read (`TapMap`) with the fast path, none 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ def reference(
 ) -> dict[tuple[Site, int], Tensor]:
     """Every row of one prompt: `(site, layer)` → `[tokens, width]`, float32, on the CPU.
 
-    The model computes in its own dtype: give one in float32 for SEMANTICS.md's REF. inputs: what a multimodal wrapper
+    The model computes in its own dtype: give one in float32 for docs/semantics.md's REF. inputs: what a multimodal wrapper
     takes beside ids. Families whose attention does not go through transformers' attention functions keep their own
     form of it (Falcon's eager form adds its position bias twice).
     """
@@ -59,7 +60,10 @@ def reference(
 
                     hooks.callback(tap.module.register_forward_hook(after).remove)
         device = model.get_input_embeddings().weight.device
-        model(input_ids=torch.tensor([list(token_ids)], device=device), **inputs)
+        given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            given["use_cache"] = False
+        model(input_ids=torch.tensor([list(token_ids)], device=device), **given)
     return rows
 
 

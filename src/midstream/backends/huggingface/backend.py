@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from midstream.core.backend import BackendCapabilities, BackendSpec, Capability, CaptureKinds
-from midstream.core.errors import ModelLoadError, SessionClosedError
+from midstream.core.errors import BusyError, ModelLoadError, SessionClosedError
 from midstream.core.sites import SITES, Site
-from midstream.taps.locate import TapMap
+from midstream.taps.locate import TapMap, same_parts
 
 from .loading import load_pretrained
 from .selftest import examine
@@ -53,7 +53,7 @@ class HuggingFaceBackend:
     def open_session(self) -> HuggingFaceSession:
         """The one session at a time; another is refused until it is closed."""
         if self._session is not None:
-            raise SessionClosedError("this backend has an open session: close it first, sessions are exclusive")
+            raise BusyError("this backend has an open session: close it first, sessions are exclusive")
         self._examined()
         self._session = HuggingFaceSession(
             self._examined, lambda: self._tokenizer_of(), self.spec.model, self._session_closed
@@ -77,8 +77,8 @@ class HuggingFaceBackend:
             loaded = load_pretrained(self.spec.model, **dict(self.spec.options))
             self._model_of, self._tokenizer_of = lambda: loaded.model, lambda: loaded.tokenizer
         model = self._model_of()
-        if model.training:
+        if any(module.training for module in model.modules()):
             raise ModelLoadError("the model is in training mode, where dropout changes its rows: call model.eval()")
-        if self._taps is None or self._taps.anatomy.model is not model:
+        if self._taps is None or not same_parts(self._taps.anatomy, model):
             self._taps = examine(model)
         return self._taps

@@ -10,33 +10,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from midstream.core.errors import spec_error
 from midstream.core.generation import FinishReason, GenerationParams
+from midstream.taps.locate import TapMap
 from midstream.taps.recorder import Recorder
 from midstream.taps.step import Run, step_of
 
 from .batching import Ids
-from .forward import cache_argument, input_device, new_cache
+from .forward import Done, cache_argument, fresh_positions, input_device, moved, new_cache
 from .sampling import generator_for, pick_tokens
 
 DECODE_BUDGET = 8192
 """Padded prompt tokens of one decode batch, which has DECODE_ROWS rows at most."""
 DECODE_ROWS = 64
-
-PADDED_FAMILIES: Final = frozenset({
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "phi3", "opt", "mixtral",
-    "qwen3_moe", "llava", "granite", "granitemoe", "cohere", "olmo2", "olmoe", "stablelm", "phi", "starcoder2",
-    "glm4", "gpt_oss", "falcon",
-})  # fmt: skip
-"""Families shown by a parity test to give a prompt padded on the left the rows that it has alone.
-
-Not all do: some take a token's position from its place in the padded batch. The others decode prompts of one length
-together, unpadded, which is right by construction.
-"""
 
 
 @dataclass
@@ -100,19 +90,25 @@ def decode_batches(prompts: Mapping[int, Ids], n: int, padded: bool) -> list[lis
 class DecodeLoop:
     """Decodes batches of sequences on one model, and tells a recorder about each pass."""
 
-    def __init__(self, model: Any, recorder: Recorder | None, params: GenerationParams, stopping: Stopping) -> None:
-        self.model = model
+    def __init__(
+        self, taps: TapMap, recorder: Recorder, params: GenerationParams, stopping: Stopping, done: Done
+    ) -> None:
+        self.model: Any = taps.anatomy.model
+        model = self.model
         self.recorder = recorder
+        self.done = done
         self.params = params
         self.stopping = stopping
         self.device = input_device(model)
-        self.padded = model.config.model_type in PADDED_FAMILIES
+        self.padded = taps.pads_left  # else prompts of one length decode together, unpadded
         names = inspect.signature(model.forward).parameters
         self._takes = {name: name in names for name in ("position_ids", "logits_to_keep")}
         self._cache_name = cache_argument(model)
         if self._cache_name is None or new_cache(model) is None:
             raise spec_error(
-                "E_UNKNOWN_KIND", "max_tokens", f"{model.config.model_type}'s cache cannot be decoded here: use 1"
+                "E_UNKNOWN_KIND",
+                "max_tokens",
+                f"{model.config.model_type}'s cache cannot be decoded here: use max_tokens=1",
             )
 
     def run(self, prompts: Sequence[Sequence[Growing]], inputs: dict[str, Any] | None = None) -> None:
@@ -120,6 +116,10 @@ class DecodeLoop:
 
         inputs: a multimodal prompt's tensors; then there is one prompt, and the wrapper finds positions itself.
         """
+        with fresh_positions(self.model):
+            self._run(prompts, inputs)
+
+    def _run(self, prompts: Sequence[Sequence[Growing]], inputs: dict[str, Any] | None) -> None:
         n = len(prompts[0])
         first = [choices[0] for choices in prompts]
         width = max(len(one.prompt) for one in first)
@@ -134,18 +134,19 @@ class DecodeLoop:
         ]
         cache = new_cache(self.model)
         logits = self._forward(runs, ids, mask, cache, inputs)
+        self.done(sum(len(one.prompt) for one in first))
         if n > 1:  # all choices go on from the one prefill
             cache.batch_repeat_interleave(n)
             logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)
         live = [choice for choices in prompts for choice in choices]
-        generators = {id(one): generator_for(one.seed, self.device) for one in live}
+        generators = {id(one): generator_for(one.seed, logits.device) for one in live}
         while True:
             keep = self._sample(live, logits, generators)
             if not keep:
                 return
             if len(keep) < len(live):
                 live = [live[row] for row in keep]
-                cache.batch_select_indices(torch.tensor(keep, device=self.device))
+                cache.batch_select_indices(torch.tensor(keep, device=logits.device))
                 mask = mask[keep]
             mask = torch.cat([mask, mask.new_ones((len(live), 1))], dim=1)
             ids = torch.tensor([[one.token_ids[-1]] for one in live])
@@ -167,7 +168,12 @@ class DecodeLoop:
         for one, token in zip(live, tokens, strict=True):
             one.token_ids.append(token)
             one.finish_reason = self.stopping.reason(one.token_ids)
+        self.done(sum(1 if one.finish_reason is None else 1 + self._spared(one) for one in live))
         return [row for row, one in enumerate(live) if one.finish_reason is None]
+
+    def _spared(self, one: Growing) -> int:
+        """Tokens that a sequence which ended early will not take."""
+        return self.params.max_tokens - len(one.token_ids)
 
     def _forward(
         self, runs: Sequence[Run], ids: torch.Tensor, mask: torch.Tensor, cache: Any, inputs: dict[str, Any] | None
@@ -181,15 +187,10 @@ class DecodeLoop:
             if inputs is None and self._takes["position_ids"]:
                 positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
                 kwargs["position_ids"] = positions.to(self.device)
-        moved = {
-            name: value.to(self.device) if hasattr(value, "to") else value for name, value in (inputs or {}).items()
-        }
-        if self.recorder is not None:
-            self.recorder.begin(step_of(runs, ids.numel()), self.device)
+        self.recorder.begin(step_of(runs, ids.numel()), self.device)
         with torch.inference_mode():
-            output = self.model(input_ids=ids.to(self.device), **kwargs, **moved)
-        if self.recorder is not None:
-            self.recorder.end()
+            output = self.model(input_ids=ids.to(self.device), **kwargs, **moved(self.model, inputs or {}))
+        self.recorder.end()
         return output.logits[:, -1]
 
 

@@ -55,12 +55,15 @@ def fingerprint(model: Any) -> str:
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
     digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    sampled: dict[torch.device, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype}".encode())
         flat = parameter.detach().reshape(-1)
         if flat.device.type == "meta" or not flat.numel():
             continue
         places = torch.linspace(0, flat.numel() - 1, min(_SAMPLED, flat.numel()), dtype=torch.float64).long()
-        sampled = flat[places.to(flat.device)].cpu().contiguous()
-        digest.update(sampled.view(torch.uint8).numpy().tobytes())
+        picked = flat[places.to(flat.device)].contiguous()
+        sampled.setdefault(flat.device, []).append(picked.view(torch.uint8))
+    for parts in sampled.values():  # one copy per device
+        digest.update(torch.cat(parts).cpu().numpy().tobytes())
     return f"sha256:{digest.hexdigest()}"

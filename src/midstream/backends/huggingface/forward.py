@@ -7,19 +7,20 @@ padding changes no row, and attention keeps its fastest form. Hooks are the call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-from midstream.taps.locate import Anatomy
+from midstream.taps.locate import Anatomy, TapMap, text_config
 from midstream.taps.recorder import Recorder
 from midstream.taps.step import Run, step_of
 
-from .batching import Batch, Group, Ids, plan
-from .hooks import PassComplete
+from .batching import TOKEN_BUDGET, Batch, Group, Ids, plan
+from .facts import compute_dtype
+from .hooks import PassComplete, deepest_stop
 
 Done = Callable[[int], None]
 """Called with the number of prompt tokens that a pass has settled."""
@@ -48,14 +49,68 @@ def input_device(model: Any) -> torch.device:
     return model.get_input_embeddings().weight.device
 
 
-def run_prompts(anatomy: Anatomy, recorder: Recorder, prompts: Mapping[int, Ids], done: Done) -> None:
+@contextmanager
+def fresh_positions(model: Any) -> Generator[None]:
+    """Without what an earlier image prompt left of its positions; the caller's own is put back.
+
+    Qwen2-VL and its kin keep `rope_deltas` of the last prompt on the model, and add it to the next.
+    """
+    holders = [module for module in model.modules() if "rope_deltas" in vars(module)]
+    before = [module.rope_deltas for module in holders]
+    for module in holders:
+        module.rope_deltas = None
+    try:
+        yield
+    finally:
+        for module, deltas in zip(holders, before, strict=True):
+            module.rope_deltas = deltas
+
+
+def rotary_boundary(model: Any) -> int | None:
+    """The length past which a model turns all of a prompt's rows by other frequencies (longrope, dynamic); or None.
+
+    Prompts on different sides of it never share a pass or a prefix, and no cache crosses it.
+    """
+    config: Any = text_config(model)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = vars(config).get(name)
+        if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "dynamic"):
+            own = rope.get("original_max_position_embeddings")
+            return own or vars(config).get("original_max_position_embeddings") or config.max_position_embeddings
+    return None
+
+
+def split_at(boundary: int | None, prompts: Mapping[int, Ids]) -> list[dict[int, Ids]]:
+    """Prompts up to a rotary boundary, and those past it."""
+    if boundary is None:
+        return [dict(prompts)]
+    return [
+        {index: ids for index, ids in prompts.items() if len(ids) <= boundary},
+        {index: ids for index, ids in prompts.items() if len(ids) > boundary},
+    ]
+
+
+def token_budget(device: torch.device) -> int:
+    """Padded tokens of one pass; a GPU wants more of them (not measured yet)."""
+    return TOKEN_BUDGET if device.type == "cpu" else 8 * TOKEN_BUDGET
+
+
+def run_prompts(taps: TapMap, recorder: Recorder, prompts: Mapping[int, Ids], done: Done) -> None:
     """Record prompts, given by their request's index in the recorder."""
-    body: Any = anatomy.body
-    share = cache_argument(body) is not None and new_cache(anatomy.model) is not None
-    for group in plan(prompts, share=share):
-        cache = _run_prefix(anatomy, recorder, prompts, group, done) if group.prefix else None
-        for batch in group.batches:
-            _run_batch(anatomy, recorder, prompts, batch, group.prefix, cache, done)
+    anatomy = taps.anatomy
+    # a pass that ends before the first block leaves its cache empty: there is no prefix to go on from
+    share = taps.shares_prefix and deepest_stop(recorder.sites) != (0, True)
+    budget = token_budget(input_device(anatomy.model))
+    with fresh_positions(anatomy.model):
+        short, *long = split_at(rotary_boundary(anatomy.model), prompts)
+        planned = plan(short, budget=budget, share=share) if short else []
+        planned += [group for part in long if part for group in plan(part, budget=budget, share=False)]
+        for group in planned:
+            cache = _run_prefix(anatomy, recorder, prompts, group, done) if group.prefix else None
+            for place, batch in enumerate(group.batches):
+                last = place == len(group.batches) - 1
+                own = cache if last or cache is None else deepcopy(cache)
+                _run_batch(anatomy, recorder, prompts, batch, group.prefix, own, done)
 
 
 def _run_prefix(anatomy: Anatomy, recorder: Recorder, prompts: Mapping[int, Ids], group: Group, done: Done) -> Any:
@@ -63,8 +118,7 @@ def _run_prefix(anatomy: Anatomy, recorder: Recorder, prompts: Mapping[int, Ids]
     shared = prompts[group.prompts[0]][: group.prefix]
     cache = new_cache(anatomy.model)
     runs = [Run(index, 0, 0, shared, len(prompts[index])) for index in group.prompts]
-    ids = torch.tensor([shared])
-    _run_pass(anatomy, recorder, runs, ids, cache)
+    _run_pass(anatomy, recorder, runs, torch.tensor([shared]), cache)
     done(group.prefix * len(group.prompts))
     return cache
 
@@ -79,7 +133,6 @@ def _run_batch(
         ids[place, : len(rest)] = torch.tensor(rest)
         runs.append(Run(index, place * batch.width, prefix, rest, len(prompts[index])))
     if cache is not None:
-        cache = deepcopy(cache)
         cache.batch_repeat_interleave(len(batch.prompts))
     _run_pass(anatomy, recorder, runs, ids, cache)
     done(sum(len(run.token_ids) for run in runs))
@@ -98,12 +151,23 @@ def _run_pass(anatomy: Anatomy, recorder: Recorder, runs: Sequence[Run], ids: to
     recorder.end()
 
 
-def run_multimodal(anatomy: Anatomy, recorder: Recorder, request: int, ids: Ids, inputs: dict[str, Any]) -> None:
+def run_multimodal(anatomy: Anatomy, recorder: Recorder, request: int, ids: Ids, inputs: Mapping[str, Any]) -> None:
     """Record one prompt with images or the like, through the whole wrapper."""
     model: Any = anatomy.model
     device = input_device(model)
-    moved = {name: value.to(device) if hasattr(value, "to") else value for name, value in inputs.items()}
     recorder.begin(step_of([Run(request, 0, 0, ids, len(ids))], len(ids)), device)
-    with torch.inference_mode(), suppress(PassComplete):
-        model(input_ids=torch.tensor([ids], device=device), use_cache=False, **moved)
+    with torch.inference_mode(), suppress(PassComplete), fresh_positions(model):
+        model(input_ids=torch.tensor([ids], device=device), use_cache=False, **moved(model, inputs))
     recorder.end()
+
+
+def moved(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A multimodal prompt's tensors on the model's device; floating ones in its dtype, as a processor's user does."""
+    device = input_device(model)
+    dtype = getattr(torch, compute_dtype(model))
+    return {
+        name: (value.to(device, dtype) if value.is_floating_point() else value.to(device))
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in inputs.items()
+    }

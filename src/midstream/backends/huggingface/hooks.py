@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from threading import Lock, get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,11 +23,17 @@ class PassComplete(Exception):
 
 @contextmanager
 def tapped(taps: TapMap, sites: Mapping[Site, Sequence[int]], sink: Sink, *, stop: bool = False) -> Generator[None]:
-    """While open, every forward calls `sink(site, layer, rows)` once per site and layer.
+    """While open, every forward of this thread calls `sink(site, layer, rows)` once per site and layer.
 
-    stop: end each pass after the deepest tap, by PassComplete. Hooks run after those a user has put there, and are
-    all removed on the way out, also when one cannot be registered or a forward fails.
+    stop: end each pass after the deepest tap, by PassComplete. Hooks run after those a user has put there, let
+    forwards of other threads pass, and are all removed on the way out, also when one cannot be registered.
     """
+    thread = get_ident()
+
+    def mine(site: Site, layer: int, rows: Tensor) -> None:
+        if get_ident() == thread:
+            sink(site, layer, rows)
+
     with ExitStack() as hooks:
         at_attention: dict[Site, set[int]] = {}
         for site, layers in sites.items():
@@ -34,12 +42,11 @@ def tapped(taps: TapMap, sites: Mapping[Site, Sequence[int]], sink: Sink, *, sto
                 if tap is None:
                     at_attention.setdefault(site, set()).add(layer)
                 else:
-                    hooks.callback(on_tap(tap, lambda rows, site=site, layer=layer: sink(site, layer, rows)).remove)
+                    hooks.callback(on_tap(tap, lambda rows, site=site, layer=layer: mine(site, layer, rows)).remove)
         if at_attention:
-            modules = taps.anatomy.attention
-            hooks.enter_context(attention_observed(modules, _query_key_sink(at_attention, sink)))
+            hooks.enter_context(attention_observed(taps.anatomy.attention, _query_key_sink(at_attention, mine)))
         if stop:
-            hooks.callback(_stop_after(taps, sites).remove)
+            hooks.callback(_stop_after(taps, sites, thread).remove)
         yield
 
 
@@ -58,28 +65,48 @@ def on_tap(tap: Tap, sink: Callable[[Tensor], None]) -> Any:
     return tap.module.register_forward_hook(after)
 
 
-def _stop_after(taps: TapMap, sites: Mapping[Site, Sequence[int]]) -> Any:
+def deepest_stop(sites: Mapping[Site, Sequence[int]] | Mapping[Site, tuple[int, ...]]) -> tuple[int, bool]:
+    """The deepest tapped block, and whether a pass may end before it runs (only what it reads is asked for)."""
     deepest = max(layer for layers in sites.values() for layer in layers)
+    return deepest, all(site == "resid_pre" for site, layers in sites.items() if deepest in layers)
+
+
+def _stop_after(taps: TapMap, sites: Mapping[Site, Sequence[int]], thread: int) -> Any:
+    deepest, before = deepest_stop(sites)
     block = taps.anatomy.blocks[deepest]
 
     def done(*_: Any) -> None:
-        raise PassComplete
+        if get_ident() == thread:
+            raise PassComplete
 
-    if all(site == "resid_pre" for site, layers in sites.items() if deepest in layers):
-        return block.register_forward_pre_hook(done)
-    return block.register_forward_hook(done)
+    return block.register_forward_pre_hook(done) if before else block.register_forward_hook(done)
 
 
-AttentionSink = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Called with (layer, queries `[batch, heads, tokens, size]`, keys likewise, output `[batch, tokens, heads, size]`)."""
+@dataclass(frozen=True)
+class AttentionCall:
+    """What an attention function was given and gave.
+
+    query, key: `[batch, heads, tokens, size]`, after rotary. output: `[batch, tokens, heads, size]`. scaling: what the
+    function multiplies the scores by; None where it was left to the default.
+    """
+
+    query: Tensor
+    key: Tensor
+    output: Tensor
+    scaling: float | None
+
+
+AttentionSink = Callable[[int, AttentionCall], None]
+"""Called with the layer and the call."""
 
 
 def _query_key_sink(wanted: Mapping[Site, set[int]], sink: Sink) -> AttentionSink:
-    def take(layer: int, query: Tensor, key: Tensor, _: Tensor) -> None:
+    def take(layer: int, call: AttentionCall) -> None:
         if layer in wanted.get("q", ()):
-            sink("q", layer, heads_as_rows(query))
+            sink("q", layer, heads_as_rows(call.query))
         if layer in wanted.get("k", ()):
-            sink("k", layer, heads_as_rows(key[:, :, key.shape[2] - query.shape[2] :]))  # without the cached past
+            past = call.key.shape[2] - call.query.shape[2]
+            sink("k", layer, heads_as_rows(call.key[:, :, past:]))
 
     return take
 
@@ -89,46 +116,64 @@ def heads_as_rows(states: Tensor) -> Tensor:
     return states.transpose(1, 2).reshape(states.shape[0] * states.shape[2], -1)
 
 
+# transformers looks its attention function up in a registry at each forward. While somebody observes a module, the
+# registry's entry is wrapped; the wrapper finds the observers here, so that it does not matter who leaves first.
+_OBSERVERS: dict[int, list[tuple[int, AttentionSink]]] = {}
+_WRAPPED: dict[tuple[int, str], tuple[Any, Any]] = {}
+_LOCK = Lock()
+
+
 @contextmanager
 def attention_observed(modules: Mapping[int, nn.Module], sink: AttentionSink) -> Generator[None]:
-    """While open, the attention function of each of `modules` also shows its arguments and its output.
-
-    transformers looks its attention function up in a registry at each forward. The entry is wrapped, on the
-    registry's own instance, and put back on the way out; modules of others pass through it untouched.
-    """
-    layer_of = {id(module): layer for layer, module in modules.items()}
-    with ExitStack() as entries:
-        wrapped: set[tuple[int, str]] = set()
+    """While open, the attention function of each of `modules` (by layer) also shows its call; others pass through."""
+    entries = {id(module): (layer, sink) for layer, module in modules.items()}
+    with _LOCK:
+        for place, entry in entries.items():
+            _OBSERVERS.setdefault(place, []).append(entry)
         for module in modules.values():
             registry = getattr(_source_file(module), "ALL_ATTENTION_FUNCTIONS", None)
             name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-            if registry is None or name is None or (id(registry), name) in wrapped:
-                continue
-            wrapped.add((id(registry), name))
-            _wrap(entries, registry, name, layer_of, sink)
+            if registry is not None and name is not None:
+                _wrap(registry, name)
+    try:
         yield
+    finally:
+        with _LOCK:
+            for place, entry in entries.items():
+                _OBSERVERS[place].remove(entry)
+                if not _OBSERVERS[place]:
+                    del _OBSERVERS[place]
+            if not _OBSERVERS:
+                _unwrap_all()
 
 
 def _source_file(module: nn.Module) -> Any:
     return sys.modules.get(type(module).__module__)
 
 
-def _wrap(entries: ExitStack, registry: Any, name: str, layer_of: Mapping[int, int], sink: AttentionSink) -> None:
+def _wrap(registry: Any, name: str) -> None:
+    """Wrap one entry of the registry's own instance, unless it is."""
+    if (id(registry), name) in _WRAPPED:
+        return
     original = registry.get(name)  # None for eager, which each modeling file defines for itself
+    _WRAPPED[id(registry), name] = (registry, registry._local_mapping.get(name))
 
     def observed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         attend = original or getattr(_source_file(module), "eager_attention_forward", None)
         if attend is None:
             raise RuntimeError(f"{type(module).__name__} asked for {name!r} attention, which its file does not define")
         result = attend(module, query, key, value, *args, **kwargs)
-        if (layer := layer_of.get(id(module))) is not None:
-            sink(layer, query, key, result[0])
+        for layer, sink in tuple(_OBSERVERS.get(id(module), ())):
+            sink(layer, AttentionCall(query, key, result[0], kwargs.get("scaling")))
         return result
 
-    local = registry._local_mapping
-    before = local.get(name)
-    local[name] = observed
-    if before is None:
-        entries.callback(local.pop, name)
-    else:
-        entries.callback(local.__setitem__, name, before)
+    registry._local_mapping[name] = observed
+
+
+def _unwrap_all() -> None:
+    for (_, name), (registry, local) in _WRAPPED.items():
+        if local is None:
+            registry._local_mapping.pop(name, None)
+        else:
+            registry._local_mapping[name] = local
+    _WRAPPED.clear()

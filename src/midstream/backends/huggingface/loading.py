@@ -7,22 +7,23 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 
 from midstream.core.errors import ModelLoadError, choices, spec_error
 
 from .bundled import SMOLLM2, smollm2_path
 
 OPTIONS: Final = ("hf_model_kwargs", "device_map", "tokenizer_name_or_path", "trust_remote_code")
+_HUB: Final = ("revision", "code_revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A transformers model, its tokenizer (or None), and the reference that it answers to."""
+    """A transformers model and its tokenizer (or None)."""
 
     model: Any
     tokenizer: Any
-    model_ref: str
 
 
 def load_pretrained(name: str, *, dtype: Any = "auto", device: str = "auto", **options: Any) -> LoadedModel:
@@ -37,23 +38,40 @@ def load_pretrained(name: str, *, dtype: Any = "auto", device: str = "auto", **o
     kwargs = dict(options.get("hf_model_kwargs") or {})
     kwargs["dtype"] = _one_dtype(dtype, kwargs)
     source = str(smollm2_path()) if name == SMOLLM2 else name
-    remote = {"trust_remote_code": True} if options.get("trust_remote_code") else {}
-    if device_map := options.get("device_map"):
-        kwargs["device_map"] = device_map
+    device_map = _one_device_map(device, kwargs, options)
     place = None if device_map else _device(device)
+    # what says where on the hub to look holds for config and tokenizer too, not for the weights alone
+    hub = {key: kwargs.pop(key) for key in _HUB if key in kwargs}
+    if options.get("trust_remote_code"):
+        hub["trust_remote_code"] = True
     _check_folder(name, source)
     try:
-        config = transformers.AutoConfig.from_pretrained(source, **remote)
+        config = transformers.AutoConfig.from_pretrained(source, **hub)
         auto = _auto_class(transformers, config)
-        model = auto.from_pretrained(source, config=config, **remote, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelLoadError(f"cannot load {name!r}: {first:.200} (give a folder, a hub id, or {SMOLLM2!r})") from error
+        model, info = auto.from_pretrained(source, config=config, output_loading_info=True, **hub, **kwargs)
+        if place is not None:
+            model.to(place)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        message = f"cannot load {name!r}: {said[0]:.200} (give a folder, a hub id, or {SMOLLM2!r})"
+        raise ModelLoadError(message) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelLoadError(f"{name!r} lacks weights, which would be random: {missing[0]} ({len(missing)} in all)")
     model.eval()
-    if place:
-        model.to(place)
-    tokenizer_source = options.get("tokenizer_name_or_path") or source
-    return LoadedModel(model, _load_tokenizer(tokenizer_source, remote), name)
+    tokenizer_source = options.get("tokenizer_name_or_path")
+    return LoadedModel(model, _load_tokenizer(tokenizer_source or source, {} if tokenizer_source else hub))
+
+
+def _one_device_map(device: str, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The device_map given here or in `hf_model_kwargs`; beside a device, one of the two would be ignored."""
+    given = [found for found in (options.get("device_map"), kwargs.pop("device_map", None)) if found is not None]
+    if "tp_plan" in kwargs:
+        raise spec_error("E_BAD_PARAM", "options.hf_model_kwargs.tp_plan", "each rank would have a part of the heads")
+    if len(given) > 1 or (given and device != "auto"):
+        raise spec_error("E_BAD_PARAM", "device", "give one of device, device_map, hf_model_kwargs.device_map")
+    if given:
+        kwargs["device_map"] = given[0]
+    return given[0] if given else None
 
 
 def _check_folder(name: str, source: str) -> None:
@@ -76,7 +94,7 @@ def as_torch_dtype(dtype: Any, path: str = "dtype") -> torch.dtype | None:
     if dtype is None or dtype == "auto":
         return None
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise spec_error("E_BAD_PARAM", path, f"no model dtype {dtype!r}; there are: auto, float32, bfloat16, float16")
     return found
 

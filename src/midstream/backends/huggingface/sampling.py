@@ -25,9 +25,7 @@ def pick_tokens(
     scores = logits.float()
     if params.repetition_penalty is not None and params.repetition_penalty != 1.0:
         scores = _penalised(scores, params.repetition_penalty, contexts)
-    if params.is_greedy:
-        return scores.argmax(-1).tolist()
-    if params.temperature == 0:
+    if params.is_greedy or params.temperature == 0:
         return scores.argmax(-1).tolist()
     scores = _restricted(scores / (1.0 if params.temperature is None else params.temperature), params)
     probabilities = scores.softmax(-1)

@@ -1,10 +1,9 @@
-"""The self-test at load: one tiny forward shows which taps hold, and refuses the rest by name (DESIGN.md §5)."""
+"""The self-test at load: one tiny forward shows which taps hold, and refuses the rest by name."""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -16,9 +15,11 @@ from midstream.core.errors import SelfTestError
 from midstream.core.sites import Site, SiteLayout
 from midstream.taps.locate import Anatomy, Tap, TapMap, locate, sublayer_pairs, text_config
 
-from .hooks import attention_observed, heads_as_rows, on_tap
+from .batchtest import batch_facts
+from .hooks import AttentionCall, attention_observed, heads_as_rows, on_tap
 
 SHAPE: Final = (2, 3)  # prompts and tokens of the tiny forward: a batch, so that its rows must be flat
+BATCH_SHAPE: Final = (2, 6)
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Seen:
 
     taps: dict[tuple[Site, int, int], Tensor] = field(default_factory=dict)
     calls: Counter[tuple[Site, int, int]] = field(default_factory=Counter)
-    attention: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
+    attention: dict[int, list[AttentionCall]] = field(default_factory=dict[int, list[AttentionCall]])
     router_inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     head_input: Tensor | None = None
     last_hidden_state: Tensor | None = None
@@ -57,11 +58,15 @@ def examine(model: Any) -> TapMap:
     _keep_routers(anatomy, seen, taps, layouts, refused)
     if not seen.body_alone:
         anatomy = replace(anatomy, body=anatomy.model)
-    return TapMap(anatomy, taps, layouts, refused)
+    shares_prefix, pads_left = batch_facts(anatomy, probe_ids(model, BATCH_SHAPE))
+    return TapMap(anatomy, taps, layouts, refused, shares_prefix, pads_left)
 
 
-def probe_ids(model: Any) -> Tensor:
-    """Token ids `[2, 3]` that no modality claims as its placeholder."""
+def probe_ids(model: Any, shape: tuple[int, int] = SHAPE) -> Tensor:
+    """Token ids spread over the vocabulary, none of them a modality's placeholder.
+
+    The last ids of a vocabulary are often padding that was never trained.
+    """
     config = text_config(model)
     special = {
         value
@@ -69,17 +74,19 @@ def probe_ids(model: Any) -> Tensor:
         for key, value in vars(holder).items()
         if isinstance(value, int) and key.endswith(("token_id", "token_index"))
     }
-    plain = [token for token in range(config.vocab_size - 1, -1, -1) if token not in special]
-    count = SHAPE[0] * SHAPE[1]
-    return torch.tensor([plain[place % len(plain)] for place in range(count)]).reshape(SHAPE)
+    plain = [token for token in range(config.vocab_size) if token not in special]
+    count = shape[0] * shape[1]
+    places = torch.linspace(0, len(plain) - 1, count + 2).long()[1:-1]  # neither the first nor the last
+    return torch.tensor([plain[place] for place in places]).reshape(shape)
 
 
 def _tiny_forward(anatomy: Anatomy) -> Seen:
     seen = Seen()
     model: Any = anatomy.model
 
-    def keep_attention(layer: int, query: Tensor, key: Tensor, output: Tensor) -> None:
-        seen.attention.setdefault(layer, []).append((query.clone(), key.clone(), output.clone()))
+    def keep_attention(layer: int, call: AttentionCall) -> None:
+        cloned = replace(call, query=call.query.clone(), key=call.key.clone(), output=call.output.clone())
+        seen.attention.setdefault(layer, []).append(cloned)
 
     with ExitStack() as hooks, torch.inference_mode():
         for site, layers in anatomy.candidates.items():
@@ -98,7 +105,13 @@ def _tiny_forward(anatomy: Anatomy) -> Seen:
             hooks.callback(on_tap(Tap(anatomy.head, "input"), lambda rows: setattr(seen, "head_input", rows)).remove)
         ids = probe_ids(model).to(model.get_input_embeddings().weight.device)
         extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-        output = model(input_ids=ids, **extra)
+        try:
+            output = model(input_ids=ids, **extra)
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise SelfTestError(
+                f"{type(model).__name__} cannot run {ids.numel()} token ids: {said[-1]:.200}"
+            ) from error
     seen.last_hidden_state = getattr(output, "last_hidden_state", None)
     seen.body_alone = _body_agrees(anatomy, seen, ids)
     return seen
@@ -114,6 +127,8 @@ def _body_agrees(anatomy: Anatomy, seen: Seen, ids: Tensor) -> bool:
     try:
         with torch.inference_mode():
             body(input_ids=ids)
+    except (TypeError, ValueError, RuntimeError):
+        return False  # it wants what its wrapper computes: prompts go through the wrapper
     finally:
         hook.remove()
     return len(alone) == 1 and torch.equal(alone[0].reshape(-1, alone[0].shape[-1]), _last_rows(anatomy, seen))
@@ -139,15 +154,12 @@ def _rows(seen: Seen, site: Site, layer: int, place: int = 0) -> Tensor | None:
     return rows if rows is not None and seen.calls[key] == 1 and len(rows) == SHAPE[0] * SHAPE[1] else None
 
 
-def _close(a: Tensor, b: Tensor, *scale: Tensor) -> bool:
-    """Equal up to the rounding of sums of `scale` (default: of `b`) in the model's dtype, row by row.
-
-    Norms of what was added bound the rounding, so that a stream with massive activations does not hide a sublayer
-    that is wrong elsewhere more than its own arithmetic does.
-    """
-    epsilon = torch.finfo(b.dtype).eps
-    bound = torch.stack([part.double().norm(dim=-1) for part in scale or (b,)]).sum(0) * (16 * epsilon) + 1e-12
-    return a.shape == b.shape and bool(((a.double() - b.double()).norm(dim=-1) <= bound).all())
+def _close(a: Tensor, b: Tensor, *parts: Tensor) -> bool:
+    """Equal, element by element, up to the rounding of a sum of `parts` (default: of `b` alone) in b's dtype."""
+    magnitude = torch.stack([part.double().abs() for part in parts or (b,)]).sum(0)
+    # elements that cancelled keep the rounding of what they were computed from: a thousandth of the row's own scale
+    bound = 2 * torch.finfo(b.dtype).eps * (magnitude + 1e-3 * magnitude.amax(-1, keepdim=True))
+    return a.shape == b.shape and bool(((a.double() - b.double()).abs() <= bound).all())
 
 
 def _check_stream(anatomy: Anatomy, seen: Seen, hidden: int) -> None:
@@ -159,6 +171,10 @@ def _check_stream(anatomy: Anatomy, seen: Seen, hidden: int) -> None:
             raise SelfTestError(f"{name}: block {layer} does not read and leave one row of {hidden} per token, once")
         if before is not None and not torch.equal(before, pre):
             raise SelfTestError(f"{name}: resid_pre of block {layer} is not resid_post of block {layer - 1}")
+        if not bool(post.isfinite().all()) or (post == post[:1]).all() or not bool(post.any()):
+            raise SelfTestError(
+                f"{name}: block {layer} leaves rows that are all alike or not finite: nothing can be shown"
+            )
         before = post
     assert before is not None
     final = before
@@ -214,7 +230,9 @@ def _keep_heads(
         calls, rows = seen.attention.get(layer, []), _rows(seen, "head_out", layer)
         if len(calls) != 1 or rows is None:
             continue
-        output = calls[0][2]  # [batch, tokens, heads, size]
+        output = calls[0].output
+        if output.shape[2] != _config_heads(anatomy):
+            continue  # a shard of the heads would pass for all of them
         if output.numel() == rows.numel() and torch.equal(output.reshape(rows.shape), rows):
             taps.setdefault("head_out", {})[layer] = options[0]
             layouts.setdefault("head_out", {})[layer] = SiteLayout(rows.shape[1], output.shape[2], output.shape[3])
@@ -237,8 +255,10 @@ def _keep_queries_keys(
         calls = seen.attention.get(layer, [])
         if len(calls) != 1:
             continue
-        for site, states in zip(both, calls[0][:2], strict=True):
+        for site, states in zip(both, (calls[0].query, calls[0].key), strict=True):
             if heads_as_rows(states).shape[0] != SHAPE[0] * SHAPE[1]:
+                continue
+            if site == "q" and not _queries_hold(anatomy, layer, calls[0]):
                 continue
             layout = SiteLayout(states.shape[1] * states.shape[3], states.shape[1], states.shape[3])
             options = anatomy.candidates.get(site, {}).get(layer, ())
@@ -253,6 +273,19 @@ def _keep_queries_keys(
             refused[site] = "its attention does not go through transformers' attention functions"
 
 
+def _queries_hold(anatomy: Anatomy, layer: int, call: AttentionCall) -> bool:
+    """Whether the attention function's queries are what `q` means: all heads, and not scaled beforehand.
+
+    A scaling of 1 says that the module scaled its queries itself, or norms them; only a listed family tells which.
+    """
+    read_elsewhere = bool(anatomy.candidates.get("q", {}).get(layer))
+    return call.query.shape[1] == _config_heads(anatomy) and (call.scaling != 1.0 or read_elsewhere)
+
+
+def _config_heads(anatomy: Anatomy) -> int | None:
+    return vars(text_config(anatomy.model)).get("num_attention_heads", vars(text_config(anatomy.model)).get("n_head"))
+
+
 def _keep_routers(
     anatomy: Anatomy,
     seen: Seen,
@@ -265,7 +298,8 @@ def _keep_routers(
         for place, tap in enumerate(options):
             rows, inputs = _rows(seen, "router_logits", layer, place), seen.router_inputs.get((layer, place))
             logits = None if inputs is None else _gate(tap.module, inputs.reshape(-1, inputs.shape[-1]))
-            if rows is not None and logits is not None and _close(rows, logits):
+            known = rows is not None and rows.shape[1] in _expert_counts(anatomy)
+            if known and rows is not None and logits is not None and _close_logits(rows, logits):
                 taps.setdefault("router_logits", {})[layer] = tap
                 layouts.setdefault("router_logits", {})[layer] = SiteLayout(rows.shape[1])
                 break
@@ -274,14 +308,21 @@ def _keep_routers(
         refused["router_logits"] = "its gate's output is not its logits" if found else "it has no experts"
 
 
+def _expert_counts(anatomy: Anatomy) -> set[int]:
+    """The numbers of experts that the config speaks of: a linear layer named gate need not be a router."""
+    config = vars(text_config(anatomy.model))
+    return {value for key, value in config.items() if "experts" in key and isinstance(value, int)}
+
+
+def _close_logits(rows: Tensor, logits: Tensor) -> bool:
+    """Equal up to the rounding of one matrix product, which a gate may do in another dtype than its weight's."""
+    error, scale = (rows.double() - logits.double()).norm(dim=-1), logits.double().norm(dim=-1)
+    return rows.shape == logits.shape and bool((error <= 16 * torch.finfo(logits.dtype).eps * scale).all())
+
+
 def _gate(module: nn.Module, inputs: Tensor) -> Tensor | None:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != inputs.shape[1]:
         return None
     with torch.inference_mode():
         return nn.functional.linear(inputs.to(weight.dtype), weight, bias if isinstance(bias, Tensor) else None)
-
-
-def layers_by_site(taps: TapMap) -> Mapping[Site, tuple[int, ...]]:
-    """Every site that can be captured, with its layers."""
-    return {site: tuple(layouts) for site, layouts in taps.layouts.items()}

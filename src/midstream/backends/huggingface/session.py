@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Lock
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
 from midstream.core.backend import ModelFacts, Progress
-from midstream.core.capture import CaptureReceipt, CaptureSpec, Labels
-from midstream.core.errors import CaptureError, PromptError, SessionClosedError, spec_error
+from midstream.core.capture import CaptureSpec
+from midstream.core.errors import BusyError, PromptError, SessionClosedError, spec_error
 from midstream.core.generation import Completion, GenerationParams, derive_seed
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec
 from midstream.core.sites import Site, SiteLayout, layer_set
-from midstream.taps.locate import TapMap, text_config
-from midstream.taps.recorder import Recorded, RecordedRequest, Recorder
+from midstream.taps.locate import TapMap
+from midstream.taps.recorder import RecordedRequest, Recorder
 
+from .checks import check_memory, check_params, check_prompts, each_select
 from .decoding import DecodeLoop, Growing, Stopping, cut_at_stop, decode_batches, eos_ids
-from .facts import compute_dtype, context_length, model_facts
-from .forward import run_multimodal, run_prompts
+from .facts import fingerprint, model_facts
+from .forward import Done, rotary_boundary, run_multimodal, run_prompts, split_at
 from .hooks import tapped
-
-_LATER = ("logprobs", "prompt_logprobs", "constraint", "extra")
 
 
 class HuggingFaceSession:
@@ -90,168 +91,166 @@ class HuggingFaceSession:
         location: Literal["layer_output", "layer_input"] = "layer_output",
         per_prompt_select: Sequence[SelectSpec | None] | None = None,
         params: GenerationParams | None = None,
-        sample: bool = False,
         call: int | None = None,
         progress: Progress | None = None,
     ) -> CaptureResult:
         """The rows that `spec` selects, of the prompts and, with max_tokens > 1, of what is generated after them.
 
         layers, mode, location: the short form, where there is no spec (`CaptureSpec.short`).
-        per_prompt_select: one per prompt, None keeping the spec's. sample: generate also when max_tokens is 1. call:
-        the call's number in seeds; None counts the session's own. Warns when no row was selected.
-        Raises SpecError, UnsupportedOperationError or PromptError before the model runs.
+        per_prompt_select: one per prompt, None keeping the spec's. call: the call's number in seeds; None counts the
+        session's own. With max_tokens and n of 1 only the prompts run: no token is sampled. Warns when no row was
+        selected. Raises SpecError, UnsupportedOperationError or PromptError before the model runs, BusyError while
+        another capture of this model does.
         """
-        self._open()
         spec = CaptureSpec.short(layers, mode, location) if spec is None else spec
         params = params or GenerationParams()
         if not prompts:
             raise spec_error("E_BAD_PARAM", "prompts", "no prompts: a capture needs at least one")
-        sites = self.site_layers(spec)
-        self._check_params(params)
-        self._check_prompts(prompts, params.max_tokens)
-        selects = _selects(spec.select, per_prompt_select, len(prompts))
-        generating = sample or params.max_tokens > 1
-        choices = params.n if generating else 1
+        taps, tokenizer = self.taps, self.tokenizer
+        model: Any = taps.anatomy.model
+        sites = site_layers(taps, spec)
+        check_params(params, tokenizer)
+        check_prompts(model, prompts, params.max_tokens)
+        selects = each_select(spec.select, per_prompt_select, len(prompts))
+        generating = params.max_tokens > 1 or params.n > 1
         requests = [
             RecordedRequest(index, choice, prompt.token_ids, len(prompt.token_ids) + params.max_tokens - 1, select,
                             with_prompt=choice == 0)
             for index, (prompt, select) in enumerate(zip(prompts, selects, strict=True))
-            for choice in range(choices)
+            for choice in range(params.n)
         ]  # fmt: skip
         recorder = Recorder(sites, requests, getattr(torch, spec.dtype) if spec.dtype else None)
         layouts: dict[Site, dict[int, SiteLayout]] = {
-            site: {layer: self.taps.layouts[site][layer] for layer in layers} for site, layers in sites.items()
+            site: {layer: taps.layouts[site][layer] for layer in of} for site, of in sites.items()
         }
-        _check_memory(recorder.slots, layouts, spec, self.model)
-        tokens = _Tokens(sum(len(prompt.token_ids) for prompt in prompts), progress)
-        with tapped(self.taps, sites, recorder.record, stop=not generating):
+        check_memory(recorder.certain, layouts, spec, model)
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        new_tokens = len(prompts) * params.n * params.max_tokens if generating else 0
+        tokens = _Tokens(prompt_tokens + new_tokens, progress)
+        with alone_on(model), tapped(taps, sites, recorder.record, stop=not generating):
             if generating:
-                grown = self._decode(prompts, params, choices, recorder, tokens, self._call_number(call))
+                call = self._next_call() if call is None else call
+                grown = decode_prompts(taps, prompts, params, recorder, call, tokenizer, tokens.add)
                 recorded = recorder.finish([one.token_ids for one in grown])
-                outputs = self._completions(grown, params, choices)
+                outputs = completions(grown, params, tokenizer)
             else:
-                self._read(prompts, recorder, tokens)
+                read_prompts(taps, prompts, recorder, tokens.add)
                 recorded = recorder.finish()
-                outputs = [
-                    Completion(prompt.token_ids, receipt=receipt)
-                    for prompt, receipt in zip(prompts, _receipts(recorded, len(prompts)), strict=True)
-                ]
-        if generating:
-            receipts = _receipts(recorded, len(prompts))
-            outputs = [replace(output, receipt=receipt) for output, receipt in zip(outputs, receipts, strict=True)]
+                outputs = [Completion(prompt.token_ids) for prompt in prompts]
+        if not recorded.receipt.selected:
+            warnings.warn(f"no row was selected by {spec.select or 'the per-prompt rows'}", stacklevel=3)
         return CaptureResult(
             recorded.labels,
             recorded.tensors,
             layouts,
-            outputs,
+            [replace(one, receipt=receipt) for one, receipt in zip(outputs, recorded.receipts, strict=True)],
             recorded.receipt,
-            spec.model_copy(update={"layers": tuple(sorted({layer for layers in sites.values() for layer in layers}))}),
+            spec,
             self._model_ref,
-            model_facts(self.model, self._model_ref).model_fingerprint,
+            fingerprint(model),
             recorded.errors,
-            token_texts(self.tokenizer),
+            token_texts(tokenizer),
         )
 
-    def _call_number(self, given: int | None) -> int:
-        if given is not None:
-            return given
+    def _next_call(self) -> int:
         self._calls += 1
         return self._calls - 1
 
-    def site_layers(self, spec: CaptureSpec) -> dict[Site, tuple[int, ...]]:
-        """Each site's layers, checked against the model: E_SITE and E_LAYER_RANGE name what there is."""
-        return {
-            site: layer_set(spec.layers, self.taps.layers_of(site), "capture.layers", f"{site} of this model")
-            for site in spec.sites
-        }
 
-    def _check_params(self, params: GenerationParams) -> None:
-        for name in _LATER:
-            if getattr(params, name) not in (None, {}):
-                raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a capture in process takes no {name}")
-        if params.stop and self.tokenizer is None:
-            raise spec_error("E_BAD_PARAM", "generation.stop", "stop strings need a tokenizer: use stop_token_ids")
+def site_layers(taps: TapMap, spec: CaptureSpec) -> dict[Site, tuple[int, ...]]:
+    """Each site's layers, checked against the model: E_SITE and E_LAYER_RANGE name what there is."""
+    return {
+        site: layer_set(spec.layers, taps.layers_of(site), "capture.layers", f"{site} of this model")
+        for site in spec.sites
+    }
 
-    def _check_prompts(self, prompts: Sequence[PreparedPrompt], max_tokens: int) -> None:
-        model = self.model
-        vocabulary, context = text_config(model).vocab_size, context_length(model)
-        for index, prompt in enumerate(prompts):
-            if (largest := max(prompt.token_ids)) >= vocabulary:
-                raise PromptError(f"prompt {index} has token id {largest}; the model has ids 0 to {vocabulary - 1}")
-            needed = len(prompt.token_ids) + max_tokens - 1
-            if context is not None and needed > context:
-                raise PromptError(
-                    f"prompt {index} has {len(prompt.token_ids)} tokens and max_tokens is {max_tokens}: "
-                    f"{needed} positions, but the context has {context}; shorten it"
-                )
-            _check_multimodal(model, index, prompt.multi_modal_data)
 
-    def _read(self, prompts: Sequence[PreparedPrompt], recorder: Recorder, tokens: _Tokens) -> None:
-        """Prompts alone: no token is sampled and no logits are computed."""
-        plain = [index for index, prompt in enumerate(prompts) if not prompt.multi_modal_data]
-        run_prompts(self.taps.anatomy, recorder, {index: prompts[index].token_ids for index in plain}, tokens.add)
-        for index, prompt in enumerate(prompts):
-            if prompt.multi_modal_data:
-                with _naming(index):
-                    run_multimodal(self.taps.anatomy, recorder, index, prompt.token_ids, dict(prompt.multi_modal_data))
-                tokens.add(len(prompt.token_ids))
-
-    def _decode(
-        self,
-        prompts: Sequence[PreparedPrompt],
-        params: GenerationParams,
-        choices: int,
-        recorder: Recorder,
-        tokens: _Tokens,
-        call: int,
-    ) -> list[Growing]:
-        stopping = Stopping(params, eos_ids(self.model), _decoder(self.tokenizer))
-        loop = DecodeLoop(self.model, recorder, params, stopping)
-        grown: list[list[Growing]] = []
-        for index, prompt in enumerate(prompts):
-            place = 0 if params.seed_scope == "dispatch" else index
-            seeds = [derive_seed(params.seed, call, place, choice) for choice in range(choices)]
-            grown.append(
-                [Growing(index * choices + choice, prompt.token_ids, seed) for choice, seed in enumerate(seeds)]
-            )
-        plain = [index for index, prompt in enumerate(prompts) if not prompt.multi_modal_data]
-        for batch in decode_batches({index: prompts[index].token_ids for index in plain}, choices, loop.padded):
-            loop.run([grown[index] for index in batch])
-            tokens.add(sum(len(prompts[index].token_ids) for index in batch))
-        for index, prompt in enumerate(prompts):
-            if prompt.multi_modal_data:
-                with _naming(index):
-                    loop.run([grown[index]], dict(prompt.multi_modal_data))
-                tokens.add(len(prompt.token_ids))
-        return [one for row in grown for one in row]
-
-    def _completions(self, grown: Sequence[Growing], params: GenerationParams, choices: int) -> list[Completion]:
-        decode = _decoder(self.tokenizer)
-        done = [
-            Completion(
-                prompt_token_ids=one.prompt,
-                token_ids=tuple(one.token_ids),
-                text=None if decode is None else cut_at_stop(decode(one.token_ids), params.stop),
-                finish_reason=one.finish_reason,
-            )
-            for one in grown
-        ]
-        firsts = [done[start : start + choices] for start in range(0, len(done), choices)]
-        return [replace(group[0], choices=tuple(group)) if choices > 1 else group[0] for group in firsts]
+_IN_USE: WeakKeyDictionary[Any, Lock] = WeakKeyDictionary()
 
 
 @contextmanager
-def _naming(index: int) -> Generator[None]:
-    """What a model says of one prompt's images or the like, said of that prompt."""
+def alone_on(model: Any) -> Generator[None]:
+    """Hooks of two captures on one model would see each other's rows: the second is refused at once."""
+    lock = _IN_USE.setdefault(model, Lock())
+    if not lock.acquire(blocking=False):
+        raise BusyError("this model is busy with another capture: wait for it, or load the model twice")
     try:
         yield
+    finally:
+        lock.release()
+
+
+def read_prompts(taps: TapMap, prompts: Sequence[PreparedPrompt], recorder: Recorder, done: Done) -> None:
+    """Prompts alone: no token is sampled and no logits are computed."""
+    plain = {index: prompt.token_ids for index, prompt in enumerate(prompts) if not prompt.multi_modal_data}
+    run_prompts(taps, recorder, plain, done)
+    for index, prompt in enumerate(prompts):
+        if prompt.multi_modal_data:
+            with _failing_alone(index, recorder):
+                run_multimodal(taps.anatomy, recorder, index, prompt.token_ids, prompt.multi_modal_data)
+            done(len(prompt.token_ids))
+
+
+def decode_prompts(
+    taps: TapMap,
+    prompts: Sequence[PreparedPrompt],
+    params: GenerationParams,
+    recorder: Recorder,
+    call: int,
+    tokenizer: Any,
+    done: Done,
+) -> list[Growing]:
+    """Prompts and what is generated after them; every choice of every prompt, in order."""
+    stopping = Stopping(params, eos_ids(taps.anatomy.model), _decoder(tokenizer))
+    loop = DecodeLoop(taps, recorder, params, stopping, done)
+    grown: list[list[Growing]] = []
+    for index, prompt in enumerate(prompts):
+        place = 0 if params.seed_scope == "dispatch" else index
+        seeds = [derive_seed(params.seed, call, place, choice) for choice in range(params.n)]
+        grown.append([Growing(index * params.n + choice, prompt.token_ids, seed) for choice, seed in enumerate(seeds)])
+    plain = {index: prompt.token_ids for index, prompt in enumerate(prompts) if not prompt.multi_modal_data}
+    for part in split_at(rotary_boundary(taps.anatomy.model), plain):
+        for batch in decode_batches(part, params.n, loop.padded):
+            loop.run([grown[index] for index in batch])
+    for index, prompt in enumerate(prompts):
+        if prompt.multi_modal_data:
+            with _failing_alone(index, recorder):
+                loop.run([grown[index]], dict(prompt.multi_modal_data))
+    return [one for row in grown for one in row]
+
+
+def completions(grown: Sequence[Growing], params: GenerationParams, tokenizer: Any) -> list[Completion]:
+    """One Completion per prompt, with its choices where n > 1."""
+    decode = _decoder(tokenizer)
+    done = [
+        Completion(
+            prompt_token_ids=one.prompt,
+            token_ids=tuple(one.token_ids),
+            text=None if decode is None else cut_at_stop(decode(one.token_ids), params.stop),
+            finish_reason=one.finish_reason,
+        )
+        for one in grown
+    ]
+    groups = [done[start : start + params.n] for start in range(0, len(done), params.n)]
+    return [replace(group[0], choices=tuple(group)) if params.n > 1 else group[0] for group in groups]
+
+
+@contextmanager
+def _failing_alone(sample: int, recorder: Recorder) -> Generator[None]:
+    """What a model says of one prompt's images or the like fails that prompt; the others stay."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise PromptError(f"prompt {index}: the model refuses it: {first[0]:.200}") from error
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        refused = PromptError(f"prompt {sample}: the model refuses it: {said[-1]:.200}")
+        refused.__cause__ = error
+        recorder.fail(sample, refused)
 
 
 class _Tokens:
-    """Counts settled prompt tokens for a progress callback."""
+    """Counts settled tokens for a progress callback."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._done, self._total, self._progress = 0, total, progress
@@ -260,51 +259,6 @@ class _Tokens:
         self._done += count
         if self._progress is not None:
             self._progress(self._done, self._total)
-
-
-def _selects(
-    common: SelectSpec | None, each: Sequence[SelectSpec | None] | None, count: int
-) -> Sequence[SelectSpec | None]:
-    if each is None:
-        return [common] * count
-    if len(each) != count:
-        raise spec_error("E_SELECTION", "per_prompt_rows", f"{len(each)} row selections for {count} prompts")
-    return [common if one is None else one for one in each]
-
-
-def _receipts(recorded: Recorded, count: int) -> list[CaptureReceipt]:
-    """One receipt per prompt, counted from the labels."""
-    return [CaptureReceipt(rows, rows) for rows in rows_per_sample(recorded.labels, count)]
-
-
-def rows_per_sample(labels: Labels, count: int) -> list[int]:
-    """How many rows each of `count` samples has."""
-    return torch.bincount(torch.from_numpy(labels.sample), minlength=count).tolist()
-
-
-def _check_multimodal(model: Any, index: int, data: Mapping[str, Any]) -> None:
-    """In process, multi_modal_data is tensors by the names of the model's own forward arguments."""
-    import inspect
-
-    names = inspect.signature(model.forward).parameters
-    if unknown := [name for name in data if name not in names or name in ("input_ids", "inputs_embeds")]:
-        takes = [name for name in names if "pixel" in name or "image" in name or "audio" in name or "video" in name]
-        raise PromptError(
-            f"prompt {index}: {type(model).__name__} takes no {', '.join(unknown)}; "
-            f"give tensors as its processor makes them: {', '.join(takes) or 'it reads text alone'}"
-        )
-
-
-def _check_memory(slots: int, layouts: Mapping[Site, Mapping[int, SiteLayout]], spec: CaptureSpec, model: Any) -> None:
-    """Refuse a capture that this machine's memory cannot hold, before the model runs."""
-    size = getattr(torch, spec.dtype or compute_dtype(model)).itemsize
-    width = sum(layout.width for layers in layouts.values() for layout in layers.values())
-    needed, have = slots * width * size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > have:
-        raise CaptureError(
-            f"{slots} rows of {width} values are {needed / 2**30:.1f} GiB, and this machine has {have / 2**30:.1f}: "
-            "choose fewer rows or layers, or fewer prompts a call"
-        )
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:

@@ -1,4 +1,4 @@
-"""Are a model's captured rows right? Site by site and layer by layer, against the reference (SEMANTICS.md, "Equal").
+"""Are a model's captured rows right? Site by site and layer by layer, against the reference (docs/semantics.md).
 
 REF is `taps/reference.py` on the model in float32. The rows under test are those of `session.capture`: of the prompts
 in one padded batch, and of what is generated after them through the cache.
@@ -25,7 +25,7 @@ from midstream.core.sites import Site
 from midstream.taps.reference import reference
 
 from .selftest import examine
-from .session import HuggingFaceSession
+from .session import HuggingFaceSession, site_layers
 
 ACROSS: Final = 1e-4
 """float32: what a row's error may be. REF's attention is eager and a capture's is fused, so that the two are equal as
@@ -149,7 +149,7 @@ def verify(
     stream: tuple[Site, ...] = ("resid_post",)  # which has every layer: it names the range where a layer is absent
     wanted: tuple[Site, ...] = (*(sites or having or stream),)
     spec = CaptureSpec(sites=wanted, layers=None if layers is None else tuple(layers))
-    places = session.site_layers(spec)
+    places = site_layers(taps, spec)
     exact = model.dtype in (torch.float32, torch.float64)
     oracle = taps if exact else examine(deepcopy(model).float())
     results = [

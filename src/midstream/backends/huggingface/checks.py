@@ -1,0 +1,92 @@
+"""What is refused before the model runs: parameters, prompts, and captures that memory cannot hold."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from midstream.core.capture import CaptureSpec
+from midstream.core.errors import CaptureError, PromptError, spec_error
+from midstream.core.generation import GenerationParams
+from midstream.core.prompts import PreparedPrompt
+from midstream.core.select import SelectSpec
+from midstream.core.sites import Site, SiteLayout
+from midstream.taps.locate import text_config
+
+from .facts import compute_dtype, context_length
+from .forward import rotary_boundary
+
+LATER: Final = ("logprobs", "prompt_logprobs", "constraint", "extra")
+_OURS: Final = frozenset({
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "labels",
+    "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict", "kwargs",
+})  # fmt: skip
+"""Arguments of a forward that a capture sets itself: from a prompt they would contradict its labels."""
+
+
+def check_params(params: GenerationParams, tokenizer: Any) -> None:
+    """Refuse fields that a capture in process cannot render, and stop strings that nothing could find."""
+    for name in LATER:
+        if getattr(params, name) not in (None, {}):
+            raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a capture in process takes no {name}")
+    if params.stop and tokenizer is None:
+        raise spec_error("E_BAD_PARAM", "generation.stop", "stop strings need a tokenizer: use stop_token_ids")
+
+
+def check_prompts(model: Any, prompts: Sequence[PreparedPrompt], max_tokens: int) -> None:
+    """PromptError, naming the prompt, for ids and lengths that the model has not, and data that it does not take."""
+    vocabulary, context, boundary = text_config(model).vocab_size, context_length(model), rotary_boundary(model)
+    for index, prompt in enumerate(prompts):
+        length = len(prompt.token_ids)
+        if (largest := max(prompt.token_ids)) >= vocabulary:
+            raise PromptError(f"prompt {index} has token id {largest}; the model has ids 0 to {vocabulary - 1}")
+        needed = length + max_tokens - 1
+        if context is not None and needed > context:
+            raise PromptError(
+                f"prompt {index} has {length} tokens and max_tokens is {max_tokens}: {needed} positions, but the "
+                f"context has {context}; shorten it"
+            )
+        if boundary is not None and length <= boundary < needed:
+            raise PromptError(
+                f"prompt {index} has {length} tokens and max_tokens is {max_tokens}: past {boundary} positions this "
+                "model turns its rows by other frequencies, which no cache crosses; use fewer max_tokens"
+            )
+        _check_multimodal(model, index, prompt.multi_modal_data)
+
+
+def _check_multimodal(model: Any, index: int, data: Mapping[str, Any]) -> None:
+    """In process, multi_modal_data is tensors by the names of the model's own forward arguments."""
+    takes = [name for name in inspect.signature(model.forward).parameters if name not in _OURS]
+    if unknown := [name for name in data if name not in takes]:
+        seen = [name for name in takes if any(part in name for part in ("pixel", "image", "audio", "video"))]
+        raise PromptError(
+            f"prompt {index}: {type(model).__name__} takes no {', '.join(unknown)}; "
+            f"give tensors as its processor makes them: {', '.join(seen) or 'it reads text alone'}"
+        )
+
+
+def check_memory(rows: int, layouts: Mapping[Site, Mapping[int, SiteLayout]], spec: CaptureSpec, model: Any) -> None:
+    """CaptureError when `rows` rows of every site and layer are more than this machine's memory."""
+    width = sum(layout.width for layers in layouts.values() for layout in layers.values())
+    needed = rows * width * getattr(torch, spec.dtype or compute_dtype(model)).itemsize
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > have:
+        raise CaptureError(
+            f"{rows} rows of {width} values are {needed / 2**30:.1f} GiB, and this machine has {have / 2**30:.1f}: "
+            "choose fewer rows or layers, or fewer prompts a call"
+        )
+
+
+def each_select(
+    common: SelectSpec | None, each: Sequence[SelectSpec | None] | None, count: int
+) -> Sequence[SelectSpec | None]:
+    """One selection per prompt: its own, else the common one."""
+    if each is None:
+        return [common] * count
+    if len(each) != count:
+        raise spec_error("E_SELECTION", "per_prompt_rows", f"{len(each)} row selections for {count} prompts")
+    return [common if one is None else one for one in each]
