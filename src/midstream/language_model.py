@@ -9,11 +9,12 @@ from typing import Any
 
 from .core.backend import Backend, BackendCapabilities, BackendSpec, ModelFacts, Progress, Session
 from .core.capture import CaptureSpec, as_storage_dtype
-from .core.errors import spec_error
+from .core.errors import ModelLoadError, spec_error
 from .core.generation import GenerationParams
 from .core.prompts import PreparedPrompt, prepare, prompt_list
 from .core.result import CaptureResult
 from .core.select import SelectSpec
+from .core.sites import layer_ids
 
 
 def load(
@@ -40,12 +41,15 @@ def load(
         if clash := [name for name, value in given.items() if value != "auto"]:
             message = f"the model is loaded already: {', '.join(clash)} would change nothing"
             raise spec_error("E_BAD_PARAM", clash[0], message)
+        if not hasattr(model, "config"):
+            message = f"a {type(model).__name__} is no transformers model: give a folder, a hub id, or a model"
+            raise ModelLoadError(message)
         reference = getattr(model.config, "_name_or_path", "") or type(model).__name__
         spec = BackendSpec("huggingface", reference)
         return LanguageModel(HuggingFaceBackend.adopt(spec, lambda: model, lambda: tokenizer))
     given = {"dtype": str(dtype).removeprefix("torch."), "device": device, **options}
     spec = BackendSpec("huggingface", str(model), given)
-    return LanguageModel(HuggingFaceBackend(spec), tokenizer)
+    return LanguageModel(HuggingFaceBackend(spec, tokenizer))
 
 
 def _one_of(site: str | None, sites: Sequence[str] | None) -> Sequence[str]:
@@ -74,15 +78,14 @@ class LanguageModel:
     torch.Size([1, 576])
     """
 
-    def __init__(self, backend: Backend, tokenizer: Any = None) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._given_tokenizer = tokenizer
         self._session: Session = backend.open_session()
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer given to `load`, else the model's own, or None."""
-        return self._given_tokenizer if self._given_tokenizer is not None else self._session.tokenizer
+        return self._session.tokenizer
 
     @property
     def facts(self) -> ModelFacts:
@@ -121,6 +124,8 @@ class LanguageModel:
         which rows, in the row grammar, None for all. dtype: the storage type, None for the model's bits. generation:
         any field of GenerationParams. With max_tokens=1 only the prompts run and no token is sampled.
         """
+        if layers is not None:
+            layers = layer_ids(layers, "layers", f"the model has layers 0 to {self._session.num_layers - 1}")
         spec = CaptureSpec(
             sites=_one_of(site, sites),  # pyright: ignore[reportArgumentType]
             layers=layers,

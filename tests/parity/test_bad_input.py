@@ -165,23 +165,34 @@ def test_multimodal_data_cannot_say_where_rows_are_or_what_comes_back(tiny: Any,
     """Positions, masks and caches are the engine's: rows would contradict their labels."""
     one, zeros = tiny("llava"), torch.zeros(1, 24, dtype=torch.long)
     data: list[Any] = [{name: zeros} for name in ("position_ids", "attention_mask", "labels")]
-    data += [{"use_cache": True}, {"cache": None}, {"logits_to_keep": 1}, {"image": "cat.png"}, ["cat.png"]]
+    data += [{"use_cache": True}, {"cache": None}, {"logits_to_keep": 1}, {"image": "cat.png"}]
     for given in data:
         with tools.calls(one.model.model.language_model.layers[0]) as seen, pytest.raises(ms.MidstreamError) as caught:
             one.lm.capture([[1, 5], {"prompt_token_ids": prompt("llava"), "multi_modal_data": given}], max_tokens=2)
         tools.one_line(str(caught.value), "prompt 1", "pixel_values")
         assert seen == []
+    with pytest.raises(ms.PromptError) as caught:
+        one.lm.capture([[1, 5], {"prompt_token_ids": prompt("llava"), "multi_modal_data": ["cat.png"]}])
+    tools.one_line(str(caught.value), "prompt 1", "tensors by name")
 
 
 def test_multimodal_data_that_does_not_fit_names_its_prompt(tiny: Any, tools: Any) -> None:
     one, image = tiny("llava"), extra_inputs("llava")
     one.model(input_ids=torch.tensor([prompt("llava")]), **image)  # transformers puts hooks of its own on the tower
     before = tools.hook_count(one.model)
-    for ids, given in (([1, 5, 6], image), ([1, 150, 6], image), (prompt("llava"), {"pixel_values": [1, 2]})):
-        with pytest.raises(ms.PromptError) as caught:
-            one.lm.capture([[1, 5], {"prompt_token_ids": ids, "multi_modal_data": given}])
-        tools.one_line(str(caught.value), "prompt 1")
-        assert tools.hook_count(one.model) == before
+    for max_tokens in (1, 3):
+        for ids in ([1, 5, 6], [1, 150, 6]):
+            given = {"prompt_token_ids": ids, "multi_modal_data": image}
+            cap = one.lm.capture([[1, 5], given, [7, 8, 9]], max_tokens=max_tokens)
+            tools.one_line(str(cap.errors[1]), "prompt 1")
+            with pytest.raises(ms.PromptError):
+                cap.sample(1)
+            assert set(cap.labels.sample.tolist()) == {0, 2}  # the others stay
+            assert len(cap.sample(2)[0]) == 2 + max_tokens
+            assert tools.hook_count(one.model) == before
+    with pytest.raises(ms.PromptError) as caught:
+        one.lm.capture([[1, 5], {"prompt_token_ids": prompt("llava"), "multi_modal_data": {"pixel_values": [1, 2]}}])
+    tools.one_line(str(caught.value), "prompt 1", "pixel_values", "tensor")
 
 
 def test_results_are_asked_for_what_they_have(tiny: Any, tools: Any) -> None:

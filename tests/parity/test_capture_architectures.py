@@ -26,7 +26,7 @@ MAY_REFUSE: dict[str, set[str]] = {
     "mpt": {"attn_out", "mlp_out", "head_out", "q", "k"},
     "qwen3_next": {"head_out"},
     "llama4": {"router_logits"},
-    "gemma4_moe": {"router_logits"},
+    "gemma4_moe": {"q"},  # queries are normed and the scores not scaled: nothing tells that from a scaling beforehand
 }
 #: What a registry of attention functions is never asked for.
 OWN_ATTENTION = {"falcon_new", "falcon_multi_query", "falcon_alibi", "bloom", "bloom_norm_residual"} | {

@@ -255,13 +255,22 @@ def test_rows_that_no_sequence_reaches(fresh: Any) -> None:
 
 def test_one_token_is_none_at_all(tiny: Any, tools: Any) -> None:
     one, prompts = tiny("llama"), prompts_of(seed=34)
-    for settings in ({}, {"n": 3}, {"n": 3, "temperature": 1.0, "seed": 5}, {"stop_token_ids": [4]}):
+    for settings in ({}, {"temperature": 1.0, "seed": 5}, {"stop_token_ids": [4]}):
         cap = one.lm.capture(prompts, max_tokens=1, **settings)
         assert [(output.token_ids, output.finish_reason) for output in cap.outputs] == [((), None)] * len(prompts)
         assert [row[:3] for row in tools.table_of(cap.labels)] == [
             (sample, -1, position) for sample, ids in enumerate(prompts) for position in range(len(ids))
         ]
         one.assert_rows(cap)
+
+
+def test_one_token_of_several_choices_is_sampled(tiny: Any) -> None:
+    """More than one choice makes sense for a sampled token alone, so it is sampled; no choice has a row of its own."""
+    one, prompts = tiny("llama"), prompts_of(seed=34)
+    cap = one.lm.capture(prompts, max_tokens=1, n=3, temperature=1.0, seed=5)
+    assert [[len(choice.token_ids) for choice in output.choices] for output in cap.outputs] == [[1] * 3] * len(prompts)
+    assert set(cap.labels.choice.tolist()) == {-1}
+    one.assert_rows(cap)
 
 
 @pytest.mark.parametrize("rows", ["generated{5,9}", "generated", None], ids=str)

@@ -118,6 +118,11 @@ class Session(Protocol):
         ...
 
     @property
+    def num_layers(self) -> int:
+        """How many decoder blocks the model has."""
+        ...
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None."""
         ...

@@ -26,9 +26,9 @@ def reference(
 ) -> dict[tuple[Site, int], Tensor]:
     """Every row of one prompt: `(site, layer)` → `[tokens, width]`, float32, on the CPU.
 
-    The model computes in its own dtype: give one in float32 for docs/semantics.md's REF. inputs: what a multimodal wrapper
-    takes beside ids. Families whose attention does not go through transformers' attention functions keep their own
-    form of it (Falcon's eager form adds its position bias twice).
+    The model computes in its own dtype: give one in float32 for the REF of docs/semantics.md. inputs: what a
+    multimodal wrapper takes beside ids. Families whose attention does not go through transformers' attention
+    functions keep their own form of it (Falcon's eager form adds its position bias twice).
     """
     model: Any = taps.anatomy.model
     rows: dict[tuple[Site, int], Tensor] = {}

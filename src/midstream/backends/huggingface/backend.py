@@ -23,11 +23,12 @@ class HuggingFaceBackend:
     The self-test runs when the first session is opened, and again when a provider gives another model.
     """
 
-    def __init__(self, spec: BackendSpec) -> None:
+    def __init__(self, spec: BackendSpec, tokenizer: Any = None) -> None:
         self.spec = spec
         self._model_of: Callable[[], Any] | None = None
         self._tokenizer_of: Callable[[], Any] = lambda: None
         self._session: HuggingFaceSession | None = None
+        self._given_tokenizer = tokenizer  # instead of the model's own
         self._taps: TapMap | None = None
         self._released = False
 
@@ -67,6 +68,9 @@ class HuggingFaceBackend:
         self._taps, self._model_of, self._tokenizer_of = None, None, lambda: None
         self._released = True
 
+    def _tokenizer_beside(self, own: Any) -> Any:
+        return own if self._given_tokenizer is None else self._given_tokenizer
+
     def _session_closed(self) -> None:
         self._session = None
 
@@ -75,7 +79,7 @@ class HuggingFaceBackend:
             raise SessionClosedError("this backend was released: load the model again")
         if self._model_of is None:
             loaded = load_pretrained(self.spec.model, **dict(self.spec.options))
-            self._model_of, self._tokenizer_of = lambda: loaded.model, lambda: loaded.tokenizer
+            self._model_of, self._tokenizer_of = lambda: loaded.model, lambda: self._tokenizer_beside(loaded.tokenizer)
         model = self._model_of()
         if any(module.training for module in model.modules()):
             raise ModelLoadError("the model is in training mode, where dropout changes its rows: call model.eval()")

@@ -15,7 +15,7 @@ from torch import Tensor
 from midstream.core.errors import SelfTestError
 from midstream.taps.locate import Anatomy, Tap
 
-from .forward import cache_argument, fresh_positions, new_cache
+from .forward import cache_argument, fresh_positions, new_cache, windows_proven
 from .hooks import on_tap
 
 
@@ -40,7 +40,7 @@ def batch_facts(anatomy: Anatomy, ids: Tensor) -> tuple[bool, bool]:
 def _shares_prefix(anatomy: Anatomy, ids: Tensor, prefix: int, whole: Tensor) -> bool:
     """Whether the rows after a prefix that came from a cache, repeated for two, are those of the whole prompt."""
     name, cache = cache_argument(anatomy.body), new_cache(anatomy.model)
-    if name is None or cache is None:
+    if name is None or cache is None or not windows_proven(anatomy.model):
         return False
     if _last_rows(anatomy, anatomy.body, ids[:, :prefix], **{name: cache, "use_cache": True}) is None:
         return False

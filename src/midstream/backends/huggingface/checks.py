@@ -67,6 +67,9 @@ def _check_multimodal(model: Any, index: int, data: Mapping[str, Any]) -> None:
             f"prompt {index}: {type(model).__name__} takes no {', '.join(unknown)}; "
             f"give tensors as its processor makes them: {', '.join(seen) or 'it reads text alone'}"
         )
+    for name, value in data.items():
+        if not isinstance(value, torch.Tensor):
+            raise PromptError(f"prompt {index}: {name} is a {type(value).__name__}: give a tensor")
 
 
 def check_memory(rows: int, layouts: Mapping[Site, Mapping[int, SiteLayout]], spec: CaptureSpec, model: Any) -> None:

@@ -59,12 +59,13 @@ class Stopping:
         return "length" if len(token_ids) >= params.max_tokens else None
 
     def _at_stop_string(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token completed a stop string; one that came before min_tokens was passed over."""
         if not self.params.stop or self.decode is None:
             return False
         # a character takes at most 4 byte tokens: the end of the text is enough to look at
-        window = 4 * max(map(len, self.params.stop)) + 4
-        tail = self.decode(token_ids[-window:])
-        return any(text in tail for text in self.params.stop)
+        window = token_ids[-4 * max(map(len, self.params.stop)) - 4 :]
+        before, now = self.decode(window[:-1]), self.decode(window)
+        return any(now.count(text) > before.count(text) for text in self.params.stop)
 
     def forbidden(self, generated: int) -> list[int]:
         """Ids that may not come yet, while there are fewer than min_tokens."""
@@ -159,6 +160,7 @@ class DecodeLoop:
     def _sample(self, live: list[Growing], logits: torch.Tensor, generators: dict[int, Any]) -> list[int]:
         """Give each live sequence its next token; returns the rows that go on."""
         forbidden = self.stopping.forbidden(len(live[0].token_ids))
+        forbidden = [token for token in forbidden if token < logits.shape[1]]  # a config may name ids that are no more
         if forbidden:
             logits = logits.index_fill(1, torch.tensor(forbidden, device=logits.device), -torch.inf)
         contexts = (
@@ -191,7 +193,8 @@ class DecodeLoop:
         with torch.inference_mode():
             output = self.model(input_ids=ids.to(self.device), **kwargs, **moved(self.model, inputs or {}))
         self.recorder.end()
-        return output.logits[:, -1]
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        return logits[:, -1]
 
 
 def eos_ids(model: Any) -> frozenset[int]:
@@ -204,10 +207,9 @@ def eos_ids(model: Any) -> frozenset[int]:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """`text` up to the first stop string in it.
+    """`text`, which ended at a stop string, up to where that begins; earlier ones did not end it.
 
     >>> cut_at_stop("one. two. three", [" two", "three"])
-    'one.'
+    'one. two. '
     """
-    ends = [text.find(word) for word in stop if word in text]
-    return text[: min(ends)] if ends else text
+    return text[: max((text.rfind(word) for word in stop if word in text), default=len(text))]

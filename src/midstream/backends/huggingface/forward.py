@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from midstream.taps.locate import Anatomy, TapMap, text_config
+from midstream.taps.locate import FAMILIES, Anatomy, TapMap, text_config
 from midstream.taps.recorder import Recorder
 from midstream.taps.step import Run, step_of
 
@@ -34,14 +34,19 @@ def cache_argument(module: Any) -> str | None:
 
 def new_cache(model: Any) -> Any:
     """An empty cache of the model's own layer types; None when one of them cannot be repeated row by row."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     cache = DynamicCache(config=model.config)
-    plain = all(
-        isinstance(layer, DynamicLayer) and type(layer).__name__.startswith("Dynamic") for layer in cache.layers
-    )
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
     return cache if plain else None
+
+
+def windows_proven(model: Any) -> bool:
+    """Whether what slides in the cache slides in the model's masks too: not everywhere, so only in listed families."""
+    from transformers.cache_utils import DynamicLayer
+
+    listed = text_config(model).model_type in FAMILIES
+    return listed or all(type(layer) is DynamicLayer for layer in new_cache(model).layers)
 
 
 def input_device(model: Any) -> torch.device:
@@ -166,8 +171,6 @@ def moved(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     device = input_device(model)
     dtype = getattr(torch, compute_dtype(model))
     return {
-        name: (value.to(device, dtype) if value.is_floating_point() else value.to(device))
-        if isinstance(value, torch.Tensor)
-        else value
+        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
         for name, value in inputs.items()
     }

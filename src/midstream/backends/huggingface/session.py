@@ -65,6 +65,11 @@ class HuggingFaceSession:
         return self._tokenizer_of()
 
     @property
+    def num_layers(self) -> int:
+        """How many decoder blocks the model has."""
+        return len(self.taps.anatomy.blocks)
+
+    @property
     def layout(self) -> ModelFacts:
         """The model's facts, read off it on each access."""
         return model_facts(self.model, self._model_ref)
@@ -102,6 +107,7 @@ class HuggingFaceSession:
         selected. Raises SpecError, UnsupportedOperationError or PromptError before the model runs, BusyError while
         another capture of this model does.
         """
+        self._open()
         spec = CaptureSpec.short(layers, mode, location) if spec is None else spec
         params = params or GenerationParams()
         if not prompts:
@@ -226,13 +232,19 @@ def completions(grown: Sequence[Growing], params: GenerationParams, tokenizer: A
         Completion(
             prompt_token_ids=one.prompt,
             token_ids=tuple(one.token_ids),
-            text=None if decode is None else cut_at_stop(decode(one.token_ids), params.stop),
+            text=None if decode is None else _text(decode(one.token_ids), one, params),
             finish_reason=one.finish_reason,
         )
         for one in grown
     ]
     groups = [done[start : start + params.n] for start in range(0, len(done), params.n)]
     return [replace(group[0], choices=tuple(group)) if params.n > 1 else group[0] for group in groups]
+
+
+def _text(text: str, one: Growing, params: GenerationParams) -> str:
+    """The text of a sequence, which ends before the stop string that ended it."""
+    ended_by_text = one.finish_reason == "stop" and one.token_ids[-1] not in params.stop_token_ids
+    return cut_at_stop(text, params.stop) if ended_by_text else text
 
 
 @contextmanager
