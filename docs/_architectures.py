@@ -14,7 +14,6 @@ from typing import Any, Final
 from _tables import table
 
 import midstream as ms
-from midstream.backends.huggingface.decoding import PADDED_FAMILIES
 from midstream.core.sites import SITES
 from midstream.taps.locate import FAMILIES, text_config
 
@@ -90,4 +89,4 @@ def _decodes(lm: ms.LanguageModel) -> str:
         lm.capture([[5]], layers=[0], max_tokens=2)
     except ms.UnsupportedOperationError:
         return "refused"
-    return "yes" if lm.facts.model_type in PADDED_FAMILIES else "yes, by length"
+    return "yes" if lm.session.taps.pads_left else "yes, by length"  # pyright: ignore[reportAttributeAccessIssue]
