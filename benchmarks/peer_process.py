@@ -1,0 +1,85 @@
+"""The parent's end of `peers/protocol.py`: one process per tool, alive for the whole run, asked in turn."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from environments import HERE, Tool, Unavailable, environment, folder_for, pinned
+from measure import Timing
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+class PeerProcess:
+    """A tool in its own environment, with the model loaded and the prompts read.
+
+    Raises Unavailable if the environment cannot be made or the process does not come up.
+    """
+
+    def __init__(
+        self, tool: Tool, *, torch: str, model_folder: Path, prompts: Path, threads: int, scratch: Path
+    ) -> None:
+        self.name = tool.name
+        self._rows_file = scratch / f"{tool.name}.safetensors"
+        self._log = scratch / f"{tool.name}.log"
+        python = environment(tool, torch)
+        given = [folder_for(tool, model_folder), prompts, threads]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, HERE / "peers" / tool.script, *map(str, given)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=_environment_variables(threads),
+            )
+        ready = self._answer()
+        self.modes: list[str] = ready["modes"]
+        self.versions: dict[str, str] = ready["versions"]
+
+    def run(self, mode: str, layers: list[int], count: int) -> Timing:
+        """Capture from the first `count` prompts, timed in the process itself."""
+        return Timing(**self._ask({"do": "run", "mode": mode, "layers": layers, "count": count}))
+
+    def rows(self, mode: str, layers: list[int], prompts: list[int]) -> dict[tuple[int, int], Tensor]:
+        """Capture from all prompts, and return the rows of some, by prompt and layer."""
+        file = str(self._rows_file)
+        self._ask({"do": "rows", "mode": mode, "layers": layers, "prompts": prompts, "file": file})
+        tensors = load_file(file)
+        self._rows_file.unlink()
+        return {_prompt_and_layer(name): rows for name, rows in tensors.items()}
+
+    def close(self) -> None:
+        """Let the process end: it does when its stdin does."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _ask(self, request: dict) -> dict:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            said = self._log.read_text().strip().splitlines()
+            raise Unavailable(said[-1] if said else f"{self.name} ended without a word")
+        return json.loads(line)
+
+
+def _prompt_and_layer(name: str) -> tuple[int, int]:
+    prompt, layer = name.split(".")
+    return int(prompt), int(layer)
+
+
+def _environment_variables(threads: int) -> dict[str, str]:
+    """This process's variables, less what would lead the tool out of its own environment."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return kept | pinned(threads) | {"HF_HUB_OFFLINE": "1"}

@@ -1,0 +1,216 @@
+"""Write the figures of the last run of capture.py into docs/benchmarks.md, between its two marks.
+
+python benchmarks/publish.py [--figures FILE] [--print]
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from measure import Interval, Timing, median_interval, ratio
+
+ROOT = Path(__file__).parent.parent
+FIGURES = ROOT / "build" / "benchmarks" / "capture.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+START = "<!-- bench:capture:start -->"
+END = "<!-- bench:capture:end -->"
+
+Runs = dict[str, list[Timing]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Publish the figures of capture.py.")
+    parser.add_argument("--figures", type=Path, default=FIGURES, help="what capture.py wrote")
+    parser.add_argument("--print", action="store_true", help="print the tables and write nothing")
+    given = parser.parse_args()
+    if not given.figures.exists():
+        sys.exit(f"publish: no {given.figures}: run benchmarks/capture.py first")
+    figures = json.loads(given.figures.read_text())
+    block = render(figures)
+    if given.print:
+        print(block)
+        return
+    if figures["settings"]["small"] or _repetitions(figures) < 9:
+        sys.exit("publish: a --small run, or one of fewer than 9 repetitions, shows nothing but that it works")
+    PAGE.write_text(replaced(PAGE.read_text() if PAGE.exists() else "", block))
+    print(f"publish: wrote {PAGE.relative_to(ROOT)}", file=sys.stderr)
+
+
+def _repetitions(figures: dict) -> int:
+    """Return how many repetitions were done, which is fewer than was asked for if the run was stopped."""
+    return min(map(len, figures["timings"].values()))
+
+
+def replaced(page: str, block: str) -> str:
+    """Return the page with what stands between the marks replaced."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        sys.exit(f"publish: {PAGE.relative_to(ROOT)} needs the lines {START} and {END}")
+    return f"{before}{START}\n\n{block}\n\n{END}{after}"
+
+
+def render(figures: dict) -> str:
+    """Return all that stands between the marks."""
+    runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
+    parts = [
+        _setting(figures),
+        "### Against the bare forward\n\n" + _table(_BOUND_HEAD, _bound_rows(figures, runs)),
+        "### Against what people do today\n\n" + _table(_TODAY_HEAD, _today_rows(figures, runs)),
+        *_skipped(figures),
+        "### The same runs in absolute figures\n\n" + _table(_ABSOLUTE_HEAD, _absolute_rows(figures, runs)),
+    ]
+    return "\n\n".join(parts)
+
+
+def _setting(figures: dict) -> str:
+    settings, versions = figures["settings"], figures["versions"]
+    interval = median_interval([0.0] * _repetitions(figures))
+    return (
+        f"SmolLM2-135M in bfloat16; {settings['prompts']} prompts of 8 to 512 tokens, {figures['rows']:,} rows; "
+        f"{settings['threads']} threads on {versions['processor']}; torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, "
+        f"Python {versions['python']}. {_repetitions(figures)} repetitions, in each of which every subject ran "
+        f"once. Ratios are taken within each repetition and given as the median with its "
+        f"{interval.coverage:.0%} interval (order statistics); an aim is met when the interval reaches it. "
+        "*Wall* is time on the clock, *CPU* the seconds of all cores. *Row error* is "
+        "‖row − reference‖ / ‖reference‖, median and 99th percentile over the rows of eight prompts; the "
+        "reference is the plain model in float32, one prompt at a time, eager attention. The plain model "
+        f"in bfloat16, one prompt at a time, has {_error(figures, 'plain')} at block {_middle(figures)} and "
+        f"{_error(figures, 'plain all')} over all blocks."
+    )
+
+
+_BOUND_HEAD = ("Captured, all rows", "Figure", "Wall", "CPU", "Aim", "Met", "Row error")
+
+
+def _bound_rows(figures: dict, runs: Runs) -> list[tuple[str, ...]]:
+    depth, middle = figures["depth"], _middle(figures)
+    full = f"bare {depth}"
+    rows = [_speed_row(figures, runs, f"block {middle}", f"midstream {middle}", f"bare {middle + 1}", 0.95)]
+    for k in _alone(runs):
+        wall, cpu = (ratio(runs[f"midstream {k}"], runs[full], clock) for clock in ("wall", "cpu"))
+        aim = 1.1 * (k + 1) / depth
+        rows.append(
+            (
+                f"block {k}",
+                "time, of the bare forward of all blocks",
+                _shown(wall),
+                _shown(cpu),
+                f"≤ {aim:.2f}",
+                _met(wall.stays_under(aim)),
+                _error(figures, f"midstream {k}"),
+            )
+        )
+    rows.append(_speed_row(figures, runs, f"all {depth} blocks", "midstream all", full, 0.85))
+    return [*rows, _memory_row(figures)]
+
+
+def _speed_row(figures: dict, runs: Runs, what: str, subject: str, bare: str, aim: float) -> tuple[str, ...]:
+    wall, cpu = (ratio(runs[bare], runs[subject], clock) for clock in ("wall", "cpu"))
+    figure = "speed, of the bare forward of the same blocks"
+    shown = (_shown(wall), _shown(cpu), f"≥ {aim:.2f}", _met(wall.reaches(aim)))
+    return (what, figure, *shown, _error(figures, subject))
+
+
+def _memory_row(figures: dict) -> tuple[str, ...]:
+    bare, capture = figures["memory"]["bare"], figures["memory"]["capture"]
+    extra = (capture["peak"] - bare["peak"]) / capture["captured"]
+    figure = (
+        f"peak memory over the bare forward's ({bare['peak'] / 1e9:.2f} GB, model and one batch), "
+        f"of the {capture['captured'] / 1e9:.2f} GB captured"
+    )
+    return (f"all {figures['depth']} blocks", figure, f"{extra:.2f}", "", "≤ 1.20", _met(extra <= 1.2), "")
+
+
+_TODAY_HEAD = ("Tool", "How", "midstream's speed over it: wall", "CPU", "Aim", "Met", "Its row error")
+
+
+def _today_rows(figures: dict, runs: Runs) -> list[tuple[str, ...]]:
+    middle = _middle(figures)
+    usual = "`output_hidden_states=True`, batches of 16 padded to the longest"
+    rows = [_today_row(figures, runs, "usual", f"transformers {figures['versions']['transformers']}", usual, 3.5)]
+    for name, peer in figures["peers"].items():
+        title = f"{name} {peer['versions'][name]} (transformers {peer['versions']['transformers']})"
+        rows.append(_today_row(figures, runs, name, title, _mode(peer), 1.0))
+    own = ("midstream", f"`lm.capture(prompts, layers=[{middle}])`", "", "", "", "")
+    return [*rows, (*own, _error(figures, f"midstream {middle}"))]
+
+
+def _today_row(figures: dict, runs: Runs, subject: str, title: str, how: str, aim: float) -> tuple[str, ...]:
+    own = runs[f"midstream {_middle(figures)}"]
+    wall, cpu = (ratio(runs[subject], own, clock) for clock in ("wall", "cpu"))
+    shown = (_shown(wall), _shown(cpu), f"≥ {aim:.1f}" if aim > 1 else "> 1", _met(wall.reaches(aim)))
+    return (title, how, *shown, _error(figures, subject))
+
+
+def _mode(peer: dict) -> str:
+    """Return the mode that counts, with how much slower the others were on trial."""
+    best = peer["trials"][peer["mode"]]["wall"]
+    others = [
+        f"{mode} took {timing['wall'] / best:.1f} times as long"
+        for mode, timing in peer["trials"].items()
+        if mode != peer["mode"]
+    ]
+    return "; ".join([peer["mode"], *others])
+
+
+def _skipped(figures: dict) -> list[str]:
+    return [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
+
+
+_ABSOLUTE_HEAD = ("Subject", "Rows per second", "Seconds", "CPU-seconds", "Row error")
+
+
+def _absolute_rows(figures: dict, runs: Runs) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, timings in runs.items():
+        speed = median_interval([timing.rows / timing.wall for timing in timings])
+        wall = median_interval([timing.wall for timing in timings])
+        cpu = median_interval([timing.cpu for timing in timings])
+        shown = (f"{speed.median:,.0f} ({speed.low:,.0f} to {speed.high:,.0f})", _shown(wall), _shown(cpu))
+        rows.append((_title(name, figures), *shown, _error(figures, name)))
+    return rows
+
+
+def _title(subject: str, figures: dict) -> str:
+    """Return a subject's name in words: `bare 16`, `midstream 15`, `midstream all`, `usual`, or a tool."""
+    kind, _, which = subject.partition(" ")
+    if kind == "bare":
+        return f"bare forward of {which} blocks"
+    if kind == "midstream":
+        return f"midstream, {'all blocks' if which == 'all' else f'block {which}'}"
+    return f"{'usual loop' if kind == 'usual' else kind}, block {_middle(figures)}"
+
+
+def _middle(figures: dict) -> int:
+    return figures["depth"] // 2
+
+
+def _alone(runs: Runs) -> list[int]:
+    """Return the blocks that midstream captured alone."""
+    names = (name.removeprefix("midstream ") for name in runs if name.startswith("midstream "))
+    return [int(which) for which in names if which != "all"]
+
+
+def _shown(interval: Interval) -> str:
+    return f"{interval.median:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+
+
+def _error(figures: dict, subject: str) -> str:
+    error = figures["errors"].get(subject)
+    return f"{error['median']:.4f} / {error['p99']:.4f}" if error else ""
+
+
+def _met(reached: bool) -> str:
+    return "yes" if reached else "no"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    main()
