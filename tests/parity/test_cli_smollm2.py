@@ -84,5 +84,5 @@ def test_verify_in_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed)
     assert code == 0, [one for one in found["parity"] if not one["holds"]]
     assert found["dtype"] == "bfloat16"
-    assert len(found["parity"]) == 7 * 30
+    assert len(found["parity"]) == 7 * (30 + 1)  # each layer, and all of a site together
     assert min(one["rows"] for one in found["parity"]) > 1000

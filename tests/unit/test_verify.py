@@ -115,3 +115,12 @@ def test_parts_are_judged_together() -> None:
     parts = [compare(got[:50], want[:50]), compare(got[50:], want[50:])]
     assert judge("q", 0, parts).error_p50 == pytest.approx(judge("q", 0, [compare(got, want)]).error_p50)
     assert judge("q", 0, parts).rows == 200
+
+
+def test_without_the_tail_only_the_median_is_judged() -> None:
+    want = rows()
+    plain, got = off_by(want, 0.01, seed=2), off_by(want, 0.01)
+    got[:6] = off_by(want, 0.9)[:6]
+    found = judge("q", 0, [compare(got, want, plain)], tail=False)
+    assert (found.limit_p99, found.holds) == (None, True)
+    assert not judge("q", None, [compare(got, want, plain)]).holds

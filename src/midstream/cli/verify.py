@@ -90,15 +90,16 @@ def _default_prompts(lm: LanguageModel, max_tokens: int) -> list[PreparedPrompt]
 
 
 def _print(found: Sequence[SiteParity]) -> None:
-    judged = [name for name in ("p50", "p99", "max") if getattr(found[0], f"limit_{name}") is not None]
+    judged = [name for name in ("p50", "p99", "max") if any(getattr(one, f"limit_{name}") is not None for one in found)]
     columns = ["site", "layer", "cosine", "max diff"]
     for name in judged:
         columns += [f"err {name}", "limit"]
     rows: list[list[str]] = []
     for one in found:
-        cells = [one.site, str(one.layer), f"{one.cosine:.6f}", f"{one.difference:.1e}"]
+        cells = [one.site, _layer(one), f"{one.cosine:.6f}", f"{one.difference:.1e}"]
         for name in judged:
-            cells += [f"{getattr(one, f'error_{name}'):.2g}", f"{getattr(one, f'limit_{name}'):.2g}"]
+            limit = getattr(one, f"limit_{name}")
+            cells += [f"{getattr(one, f'error_{name}'):.2g}", "" if limit is None else f"{limit:.2g}"]
         rows.append([*cells, "holds" if one.holds else "SHORT"])
     print_table([*columns, ""], rows)
     say("cosine: the lowest of any row. max diff: of any value, over its row's largest value or 1.")
@@ -108,9 +109,13 @@ def _print(found: Sequence[SiteParity]) -> None:
     say(f"err: norm of a row's difference over norm of the row, {percentiles}.")
 
 
+def _layer(one: SiteParity) -> str:
+    return "all" if one.layer is None else str(one.layer)
+
+
 def _conclude(found: Sequence[SiteParity]) -> None:
     """The sum in one line, and exit code 1 when a site falls short."""
-    short = [f"{one.site} {one.layer}" for one in found if not one.holds]
+    short = [f"{one.site} {_layer(one)}" for one in found if not one.holds]
     if not short:
         sites = counted(len({one.site for one in found}), "site")
         return say(f"all {len(found)} hold: {sites}, {counted(found[0].rows, 'row')} each")

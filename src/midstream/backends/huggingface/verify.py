@@ -38,7 +38,7 @@ Rows = Mapping[tuple[Site, int], Tensor]
 
 @dataclass(frozen=True)
 class SiteParity:
-    """How well one site of one layer agrees with REF.
+    """How well one site agrees with REF, at one layer or (None) at all that were asked for together.
 
     cosine: the lowest of any row. difference: the largest |difference| of any row, over the row's largest value or 1.
     error: norm of the difference over norm of the row, at percentiles of the rows; limit: what it may be, None where
@@ -46,7 +46,7 @@ class SiteParity:
     """
 
     site: Site
-    layer: int
+    layer: int | None
     rows: int
     cosine: float
     difference: float
@@ -98,11 +98,11 @@ def _row_error(got: Tensor, want: Tensor) -> Tensor:
     return (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-12)
 
 
-def judge(site: Site, layer: int, parts: Sequence[RowErrors]) -> SiteParity:
+def judge(site: Site, layer: int | None, parts: Sequence[RowErrors], *, tail: bool = True) -> SiteParity:
     """The verdict over the rows of several prompts.
 
-    Where `plain` is known its distance from REF sets the limits at the 50th and 99th percentile; where it is not, no
-    row may be further off than ACROSS.
+    Where `plain` is known its distance from REF sets the limits at the 50th and (with `tail`) the 99th percentile;
+    where it is not, no row may be further off than ACROSS.
     """
     error = torch.cat([part.error for part in parts])
     plain = [part.plain for part in parts if part.plain is not None]
@@ -117,7 +117,7 @@ def judge(site: Site, layer: int, parts: Sequence[RowErrors]) -> SiteParity:
         error_p99=_quantile(error, 0.99),
         error_max=float(error.max()),
         limit_p50=limits[0],
-        limit_p99=limits[1],
+        limit_p99=limits[1] if tail else None,
         limit_max=None if plain else ACROSS,
     )
 
@@ -170,7 +170,20 @@ def verify(
         done += len(ids)
         if progress is not None:
             progress(done, total)
-    return [judge(site, layer, found[site, layer]) for site, of_site in places.items() for layer in of_site]
+    return [one for site, layers_of in places.items() for one in _verdicts(site, layers_of, found, exact)]
+
+
+def _verdicts(
+    site: Site, layers: Sequence[int], found: Mapping[tuple[Site, int], list[RowErrors]], exact: bool
+) -> list[SiteParity]:
+    """One verdict per layer and, for the shorter types, one over all of them together.
+
+    The 99th percentile of one layer is a handful of rows, which batching moves by more than the limit allows: it is
+    judged over the layers together.
+    """
+    each = [judge(site, layer, found[site, layer], tail=exact) for layer in layers]
+    together = [part for layer in layers for part in found[site, layer]]
+    return each if exact else [*each, judge(site, None, together)]
 
 
 def _sequence(result: CaptureResult, sample: int) -> list[int]:
