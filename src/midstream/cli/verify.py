@@ -46,7 +46,7 @@ def verify(
     Each site and layer is compared with a plain forward pass in float32: one prompt at a time, no cache, PyTorch's
     own hooks. A row's error is the norm of the difference over the norm of the row. In a float32 model no error may
     be above 0.0001; in a bfloat16 or float16 model they may be 1.25 times those of the model run plainly, plus 0.001,
-    at the 50th and the 99th percentile. Exits with 1 when a line falls short.
+    at the 50th percentile of each layer's rows and the 99th of all of a site's. Exits with 1 when a line falls short.
     """
     ids, sites = options.layer_ids(layers), options.site_names(site)
     given = given_prompts(prompt, prompts) if prompt or prompts else []
