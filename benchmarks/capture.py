@@ -1,6 +1,6 @@
 """The speed of a capture: against the bare forward, and against what people do today. All figures in one run.
 
-    python benchmarks/capture.py                    the published run: 256 prompts, 9 repetitions, under two hours
+    python benchmarks/capture.py                    the published run: 256 prompts, 9 repetitions, an hour or two
     python benchmarks/capture.py --small --peers none
 
 Writes its figures to build/benchmarks/capture.json (with --small, capture-small.json) for publish.py.

@@ -23,7 +23,7 @@ from .facts import compute_dtype
 from .hooks import PassComplete, deepest_stop
 
 Done = Callable[[int], None]
-"""Called with the number of prompt tokens that a pass has settled."""
+"""Called with the number of tokens that a pass has settled: of prompts, or generated."""
 
 
 def cache_argument(module: Any) -> str | None:
