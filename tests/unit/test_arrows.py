@@ -31,6 +31,12 @@ ENGINES = {"transformers", "vllm"}
 #: The file methods of CaptureResult reach up for formats, inside functions.
 EXCEPTIONS = {("core/result.py", "formats")}
 OUTSIDE_OF = {"core": {"numpy", "pydantic"}, "taps": {"torch", "numpy"}}
+#: What core imports only when a function of it runs.
+LAZY_IN_CORE = {
+    "core/artifacts.py": {"safetensors"},  # an artifact is the bytes of such a file
+    "core/prompts.py": {"jinja2"},
+    "core/result.py": {"torch", "pandas"},
+}
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,15 @@ def test_core_and_taps_import_little_else() -> None:
         and found.top not in OUTSIDE_OF.get(of(found.file), {found.top})
     ]
     assert wrong == []
+
+
+def test_core_imports_some_packages_in_functions_alone() -> None:
+    lazy: dict[str, set[str]] = {}
+    for found in IMPORTS:
+        outside = found.top not in ("midstream", "__future__") and found.top not in sys.stdlib_module_names
+        if of(found.file) == "core" and outside and not found.at_import:
+            lazy.setdefault(found.file, set()).add(found.top)
+    assert lazy == LAZY_IN_CORE
 
 
 def test_engines_are_imported_by_backends_alone() -> None:

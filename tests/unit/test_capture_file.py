@@ -166,6 +166,7 @@ def test_the_layout_on_disk(tmp_path: Path) -> None:
         "outputs",
         "errors",
         "tokens",
+        "steering",
     }
     assert metadata["format"] == 1
     assert metadata["spec"] == made(("resid_post", "mlp_out"), (0, 2)).spec.canonical()

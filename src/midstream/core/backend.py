@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from .capture import CaptureSpec
 from .errors import UnsupportedOperationError, spec_error
-from .generation import GenerationParams
+from .generation import Completion, GenerationParams
+from .interventions import InterventionSpec
+from .items import GenerationItem, ScoringItem
 from .prompts import PreparedPrompt
 from .result import CaptureResult
 from .select import SelectSpec
 from .sites import Site
+from .stream import Chunk
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BackendKind = Literal["huggingface"]
 Progress = Callable[[int, int], None]
@@ -60,7 +66,18 @@ class Capability(StrEnum):
     """What a backend can do, as atoms that a caller can ask for."""
 
     IN_PROCESS_TORCH = "in_process_torch"
+    """The model is in this process: `session.model`, HookEntry, StackEntry, `ms.function`, `entries_applied`."""
     HIDDEN_CAPTURE = "hidden_capture"
+    INTERVENTION_SPECS = "intervention_specs"
+    BEAM_PROPOSALS = "beam_proposals"
+    """`extra` reaches the model's own `generate`, beams included."""
+    PER_STEP_LOGIT_SPECS = "per_step_logit_specs"
+    """Log-probabilities of sampled and prompt tokens."""
+    GUIDED_DECODING = "guided_decoding"
+
+
+EVERYTHING: Final[Mapping[BackendKind, frozenset[Capability]]] = {"huggingface": frozenset(Capability)}
+"""What each kind of backend can do with a model that allows all of it."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +90,58 @@ class CaptureKinds:
 
 
 @dataclass(frozen=True)
+class InterventionKinds:
+    """Which ops a backend takes, and at which sites: those of the wire, and those that run in process only."""
+
+    kinds: tuple[str, ...] = ()
+    sites: tuple[Site, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConstraintKinds:
+    """Which constraints a backend takes."""
+
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProcessorKinds:
+    """Which of a caller's own processors a backend runs."""
+
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class BackendCapabilities:
     """The atoms and kinds of one backend; `refused` says why a site of the field is not among them."""
 
     backend: BackendKind
     atoms: frozenset[Capability]
     capture: CaptureKinds
+    interventions: InterventionKinds = InterventionKinds()
+    constraints: ConstraintKinds = ConstraintKinds()
+    processors: ProcessorKinds = ProcessorKinds()
     refused: Mapping[Site, str] = field(default_factory=dict[Site, str])
 
-    def require(self, atoms: Iterable[Capability]) -> None:
-        """Refuse, before any work, what this backend has not; the message names it."""
-        missing = sorted(atom.value for atom in set(atoms) - self.atoms)
-        if missing:
-            have = ", ".join(sorted(self.atoms))
-            raise UnsupportedOperationError(
-                "E_UNKNOWN_KIND", "backend", f"{self.backend} has no {', '.join(missing)}; it has: {have}"
-            )
+    def require(self, atoms: Iterable[Capability], path: str = "backend") -> None:
+        """Refuse, before any work, what this backend has not; the message names it, and who has it."""
+        for atom in sorted(set(atoms) - self.atoms):
+            who = [kind for kind, has in EVERYTHING.items() if atom in has and kind != self.backend]
+            elsewhere = f"backend={who[0]!r} has it" if who else "no backend has it for this model"
+            raise UnsupportedOperationError("E_UNKNOWN_KIND", path, f"{self.backend} has no {atom.value}: {elsewhere}")
+
+    def require_spec(self, spec: InterventionSpec, path: str = "steering") -> None:
+        """Refuse ops of kinds and sites that this backend has not, with what it has."""
+        self.require([Capability.INTERVENTION_SPECS], path)
+        for place, op in enumerate(spec.ops):
+            if op.kind not in self.interventions.kinds:
+                have = ", ".join(self.interventions.kinds)
+                message = f"{self.backend} takes no {op.kind}; it takes: {have}"
+                raise UnsupportedOperationError("E_UNKNOWN_KIND", f"{path}.ops[{place}].kind", message)
+            if op.site not in self.interventions.sites:
+                have, why = ", ".join(self.interventions.sites), self.refused.get(op.site, "the architecture has none")
+                message = f"{self.backend} cannot steer {op.site} of this model: {why}; it can: {have}"
+                raise UnsupportedOperationError("E_SITE", f"{path}.ops[{place}].site", message)
 
 
 @dataclass(frozen=True)
@@ -127,6 +180,34 @@ class Session(Protocol):
         """The model's tokenizer, or None."""
         ...
 
+    def generate(
+        self,
+        items: Sequence[GenerationItem],
+        params: GenerationParams,
+        *,
+        call: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """One Completion per item, in order."""
+        ...
+
+    def stream(
+        self,
+        item: GenerationItem,
+        params: GenerationParams,
+        spec: CaptureSpec | None = None,
+        *,
+        call: int | None = None,
+    ) -> Iterator[Chunk]:
+        """One item a token at a time; the last chunk has the whole."""
+        ...
+
+    def score(
+        self, items: Sequence[ScoringItem], params: GenerationParams | None = None, *, progress: Progress | None = None
+    ) -> Tensor:
+        """Log-probabilities of each item's reference, `[items, reference length]`."""
+        ...
+
     def capture(
         self,
         prompts: Sequence[PreparedPrompt],
@@ -136,6 +217,7 @@ class Session(Protocol):
         mode: Literal["all_tokens", "last_token"] = "all_tokens",
         location: Literal["layer_output", "layer_input"] = "layer_output",
         per_prompt_select: Sequence[SelectSpec | None] | None = None,
+        steering: Sequence[InterventionSpec | None] | None = None,
         params: GenerationParams | None = None,
         call: int | None = None,
         progress: Progress | None = None,
@@ -162,6 +244,14 @@ class Backend(Protocol):
 
     def negotiated_capabilities(self) -> BackendCapabilities:
         """What this very model can do: sites that do not hold for it are among `refused`."""
+        ...
+
+    def stage_artifacts(self, payloads: Mapping[str, bytes]) -> None:
+        """Keep artifacts (id → the bytes of its file) where specs that name them find them."""
+        ...
+
+    def report_once(self, key: str) -> bool:
+        """Whether this is the first report under `key` of this backend: what would repeat is said once."""
         ...
 
     def open_session(self) -> Session:

@@ -37,6 +37,7 @@ class SpecError(MidstreamError, ValueError):
     """
 
     def __init__(self, code: Code, path: str, message: str) -> None:
+        message = " ".join(line.strip() for line in message.splitlines())  # an array's repr may have several
         super().__init__(f"{code} at {path or '$'}: {message}")
         self.root = ""  # what `path` begins with, where a wire model's constructor put it there
         self.code: Code = code
@@ -69,6 +70,16 @@ class CaptureError(MidstreamError):
 
 class FileFormatError(MidstreamError, ValueError):
     """A file that is not what its reader reads, or is damaged."""
+
+
+class PartialBatchError(MidstreamError):
+    """Some items of a call failed; `completions` has the others, `failures` why, both by index in the call."""
+
+    def __init__(self, completions: Mapping[int, Any], failures: Mapping[int, MidstreamError]) -> None:
+        first = min(failures)
+        count = f"{len(failures)} of {len(completions) + len(failures)} items failed"
+        super().__init__(f"{count}; item {first}: {failures[first]}")
+        self.completions, self.failures = dict(completions), dict(failures)
 
 
 class BusyError(MidstreamError, RuntimeError):

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import sha256
-from numbers import Real
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from .capture import CaptureReceipt
-from .errors import SpecError, spec_error
-from .wire import Int, Wire
+from .errors import MidstreamError, SpecError, spec_error
+from .interventions import OpReceipt
+from .wire import Int, Number, Wire
 
 FinishReason = Literal["stop", "eos", "length"]
 CONSTRAINT_KINDS: Final = ("json_schema", "regex", "grammar", "choice")
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"must be a number, got {value!r:.60}")
-    return float(value)
-
-
-Number = Annotated[float, BeforeValidator(_number)]
 
 
 def _texts(value: Any) -> Any:
@@ -99,13 +90,38 @@ def derive_seed(seed: int | None, call: int, index: int, choice: int = 0) -> int
     return int.from_bytes(sha256(text.encode()).digest()[:8], "big") & (2**63 - 1)
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of a choice of an item that has its own seed: the seed itself for the first.
+
+    >>> choice_seed(7, 0), choice_seed(7, 1) == choice_seed(7, 2)
+    (7, False)
+    """
+    if choice == 0:
+        return seed
+    return int.from_bytes(sha256(f"{seed}:{choice}".encode()).digest()[:8], "big") & (2**63 - 1)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of one token, from the model's own logits, and of the likeliest ones in its place.
+
+    top: (token id, log-probability) pairs, likeliest first, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True)
 class Completion:
     """What one prompt gave: `token_ids` keeps every sampled token, EOS and stop tokens too.
 
     `text` ends before a stop string and shows no special tokens; it is None without a tokenizer. With n > 1
     the fields are the first choice's and `choices` holds all. `finish_reason` None: aborted, or no token was
-    asked for (`lm.capture` with max_tokens=1 samples none).
+    asked for (`lm.capture` with max_tokens=1 samples none). receipt: of the captured rows. steering: what each op did,
+    per layer, over all choices. logprobs: one per sampled token; prompt_logprobs: one per prompt token, the first None.
+    error: why there is nothing else, for a request that failed.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -114,3 +130,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     receipt: CaptureReceipt | None = None
     choices: tuple[Completion, ...] = field(default=(), repr=False)
+    steering: tuple[OpReceipt, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = field(default=None, repr=False)
+    error: MidstreamError | None = None

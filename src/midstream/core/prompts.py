@@ -112,6 +112,31 @@ def prepare(prompt: Any, tokenizer: Any, *, index: int = 0, add_special_tokens: 
         raise PromptError(f"{name}: {error}") from None
 
 
+def reference_ids(references: Any, count: int, tokenizer: Any) -> list[tuple[int, ...]]:
+    """References as token ids, one per prompt; one reference alone is everybody's.
+
+    A text is tokenised by itself, without special tokens, as what follows a prompt. Raises PromptError, naming the
+    reference.
+
+    >>> reference_ids([5, 6], 2, None)
+    [(5, 6), (5, 6)]
+    """
+    given = plain(references)
+    one = isinstance(given, str) or (is_list(given) and bool(given) and all(is_int(item) for item in given))
+    each = [given] * count if one else (list(given) if is_list(given) else None)
+    if each is None or len(each) != count:
+        what = f"{references!r:.60}" if each is None else f"{len(each)} references for {count} prompts"
+        raise PromptError(f"references are {what}: give token ids or a text for each prompt, or one for all")
+    found: list[tuple[int, ...]] = []
+    for index, reference in enumerate(each):
+        name = f"reference {index}"
+        if isinstance(reference, str):
+            found.append(tuple(_encode(reference, tokenizer, name, add_special_tokens=False)))
+        else:
+            found.append(tuple(_as_ids(reference, name)))
+    return found
+
+
 def _open_mapping(prompt: Mapping[str, Any], name: str) -> tuple[Any, Any, str | None, Mapping[str, Any]]:
     if "prompt_embeds" in prompt or "inputs_embeds" in prompt:
         raise PromptError(f"{name} has prompt embeddings, which have no token ids to label: give text or ids")

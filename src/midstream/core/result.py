@@ -38,7 +38,8 @@ class CaptureResult:
 
     labels: one label per row, for all sites and layers. tensors: `(site, layer)` → `[rows, width]`, on the CPU,
     ordinary tensors that own their memory. layouts: `[site][layer]` → SiteLayout. outputs: one Completion per
-    prompt, in order. errors: sample → the error of a request that failed; the others stay readable.
+    prompt, in order. errors: sample → the error of a request that failed; the others stay readable. steering: what was
+    done to each sample's rows, as `InterventionSpec.described`, or None; empty where nothing was steered.
     """
 
     labels: Labels
@@ -52,6 +53,7 @@ class CaptureResult:
     errors: Mapping[int, MidstreamError] = field(default_factory=dict[int, MidstreamError])
     decode: Callable[[Sequence[int]], list[str]] | None = None
     """Token ids → the text of each; None without a tokenizer."""
+    steering: Sequence[Mapping[str, Any] | None] = ()
 
     def __post_init__(self) -> None:
         sites = list(self.layouts)
@@ -235,6 +237,8 @@ class CaptureResult:
                 first = self.tensors[site, layers[0]]
                 dtype = str(first.dtype).removeprefix("torch.")
                 lines.append(f"  {site}: layers {_ranges(layers)}, width {first.shape[1]}, {dtype}")
+        if steered := [sample for sample, of in enumerate(self.steering) if of]:
+            lines.append(f"  steered: samples {_ranges(steered)}")
         if self.errors:
             lines.append(f"  failed: samples {_ranges(sorted(self.errors))}")
         return "\n".join(lines)

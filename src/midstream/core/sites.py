@@ -80,8 +80,9 @@ def layer_ids(
     if not given:
         raise spec_error("E_LAYER_RANGE", path, f"an empty list of layers; {exist}")
     for place, layer in enumerate(given):
-        if not is_int(layer) or layer < 0 or (available is not None and layer not in available):
-            what = f"no layer {layer!r}" + ("" if is_int(layer) else ", which is no integer (None is all layers)")
+        if not is_int(layer) or not 0 <= layer < 1 << 31 or (available is not None and layer not in available):
+            shown = f"{layer!r:.40}" if not is_int(layer) or abs(layer) < 1 << 128 else "of that size"
+            what = f"no layer {shown}" + ("" if is_int(layer) else ", which is no integer")
             raise spec_error("E_LAYER_RANGE", f"{path}[{place}]" if several else path, f"{what}; {exist}")
     return tuple(sorted({int(layer) for layer in given}))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from numbers import Real
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -14,10 +16,23 @@ def _plain_int(value: Any) -> int:
     """An int from anything that is an integer (NumPy's too), but no bool and no float."""
     if not is_int(value):
         raise ValueError(f"must be an integer, not {type(value).__name__}")
+    if abs(int(value)) >= 1 << 63:
+        raise ValueError("is too large: 64 bits hold it not")
     return int(value)
 
 
+def _plain_number(value: Any) -> float:
+    """A finite float from any real number (NumPy's too), but no bool and no text."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"must be a number, got {value!r:.60}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"is too large for a float: {value!r:.20}…") from None
+
+
 Int = Annotated[int, BeforeValidator(_plain_int)]
+Number = Annotated[float, BeforeValidator(_plain_number)]
 
 
 class Wire(BaseModel):
@@ -38,6 +53,10 @@ class Wire(BaseModel):
             found.root = type(self).root
             raise found from None
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Only what is set."""
+        return ((name, value) for name, value in super().__repr_args__() if value is not None)
+
     @classmethod
     def of(cls, value: Any, path: str | None = None) -> Self:
         """`value` as this model: an instance is taken as it is, a mapping is validated below `path`."""
@@ -46,7 +65,7 @@ class Wire(BaseModel):
             return value
         if not is_mapping(value):
             got = type(value).__name__
-            raise spec_error(cls.bad_value, path, f"must be a {cls.__name__} or an object, not {got}")
+            raise spec_error(cls.bad_value, path, f"must be an object or a midstream {cls.__name__}, not {got}")
         if odd := [key for key in value if not isinstance(key, str)]:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise spec_error("E_UNKNOWN_FIELD", path, f"field names are texts, got {odd[0]!r}")
         try:

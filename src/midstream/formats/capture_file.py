@@ -21,7 +21,8 @@ from torch import Tensor
 
 from midstream.core.capture import CaptureReceipt, CaptureSpec, Labels
 from midstream.core.errors import CaptureError, FileFormatError, MidstreamError, SpecError
-from midstream.core.generation import Completion, FinishReason
+from midstream.core.generation import Completion, FinishReason, TokenLogprob
+from midstream.core.interventions import OpReceipt
 from midstream.core.result import CaptureResult
 from midstream.core.sites import Site, SiteLayout
 from midstream.core.wire import Int, Wire
@@ -42,6 +43,9 @@ class _Choice(Wire):
     text: str | None = None
     finish_reason: FinishReason | None = None
     receipt: CaptureReceipt | None = None
+    steering: tuple[OpReceipt, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 class _Output(_Choice):
@@ -62,6 +66,7 @@ class _Metadata(Wire):
     outputs: tuple[_Output, ...]
     errors: dict[int, str]
     tokens: dict[int, str] | None
+    steering: tuple[dict[str, Any] | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,7 @@ def _metadata(result: CaptureResult) -> dict[str, Any]:
         "outputs": [_output(output) for output in result.outputs],
         "errors": {sample: " ".join(str(error).split()) for sample, error in result.errors.items()},
         "tokens": _texts(result),
+        "steering": list(result.steering),
     }
 
 
@@ -150,8 +156,15 @@ def _output(output: Completion) -> dict[str, Any]:
         "text": output.text,
         "finish_reason": output.finish_reason,
         "receipt": asdict(output.receipt) if output.receipt else None,
+        "steering": [asdict(receipt) for receipt in output.steering],
+        "logprobs": _logprobs(output.logprobs),
+        "prompt_logprobs": _logprobs(output.prompt_logprobs),
     }
     return one | {"choices": [_output(choice) for choice in output.choices]} if output.choices else one
+
+
+def _logprobs(given: Sequence[TokenLogprob | None] | None) -> list[Any] | None:
+    return None if given is None else [None if one is None else asdict(one) for one in given]
 
 
 def _texts(result: CaptureResult) -> dict[int, str] | None:
@@ -223,6 +236,7 @@ def load(path: str | PathLike[str]) -> CaptureResult:
         model_fingerprint=metadata.model_fingerprint,
         errors=errors,
         decode=None if metadata.tokens is None else StoredTexts(metadata.tokens),
+        steering=metadata.steering,
     )
 
 
@@ -306,4 +320,14 @@ def _completions(
 
 
 def _completion(prompt: tuple[int, ...], one: _Choice, choices: tuple[Completion, ...] = ()) -> Completion:
-    return Completion(prompt, one.token_ids, one.text, one.finish_reason, one.receipt, choices)
+    return Completion(
+        prompt,
+        one.token_ids,
+        one.text,
+        one.finish_reason,
+        one.receipt,
+        choices,
+        one.steering,
+        one.logprobs,
+        one.prompt_logprobs,
+    )
