@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock, local
 from typing import Any, Final
 
 import numpy as np
@@ -68,6 +69,12 @@ class _Pass:
     events: list[torch.cuda.Event] = field(default_factory=list[torch.cuda.Event])
 
 
+class _PassOfThread(local):
+    """The forward pass under way in the calling thread."""
+
+    now: _Pass | None = None
+
+
 class Recorder:
     """Records `sites` (site → layers) for `requests`, given in order of sample, then choice.
 
@@ -82,7 +89,8 @@ class Recorder:
         self.dtype = dtype
         self._expected = {(site, layer) for site, layers in self.sites.items() for layer in layers}
         self._out: dict[tuple[Site, int], Tensor] = {}
-        self._pass: _Pass | None = None
+        self._passes = _PassOfThread()  # batches may run side by side, a pass in each thread
+        self._allocating = Lock()
         self._unsettled: _Pass | None = None
         # per row, so that a recomputed one counts once: values that overflowed, rows that an integer cannot hold
         self._overflowed: dict[tuple[Site, int], Tensor] = {}
@@ -134,7 +142,7 @@ class Recorder:
             reused = np.ones(len(source), dtype=np.bool_)
             reused[np.unique(source, return_index=True)[1]] = False
             self._reused[target] = reused
-        self._pass = _Pass(step.size, _index(source, device), _index(target, torch.device("cpu")))
+        self._passes.now = _Pass(step.size, _index(source, device), _index(target, torch.device("cpu")))
 
     def _resolve_decoded(self, rows: StepBatch) -> NDArray[np.bool_]:
         spec_of = self._spec_of[rows.request]
@@ -146,7 +154,7 @@ class Recorder:
 
     def record(self, site: Site, layer: int, values: Tensor) -> None:
         """Keep the selected rows of one tapped module's `values` `[..., width]`, whose leading axes are the rows."""
-        now = self._pass
+        now = self._passes.now
         if now is None:
             raise CaptureError(f"{site} at layer {layer} fired outside a pass")
         rows = values.detach().reshape(-1, values.shape[-1])
@@ -158,9 +166,10 @@ class Recorder:
         picked = rows[source] if isinstance(source, slice) else rows.index_select(0, source)
         if not len(picked):
             return
-        out = self._out.get((site, layer))
-        if out is None:
-            out = self._out[site, layer] = self._allocate(rows)
+        with self._allocating:
+            out = self._out.get((site, layer))
+            if out is None:
+                out = self._out[site, layer] = self._allocate(rows)
         if self.dtype is not None and self.dtype != picked.dtype:
             picked = self._cast(picked, (site, layer), now)
         self._keep(now, out, picked)
@@ -194,7 +203,7 @@ class Recorder:
 
     def end(self) -> None:
         """Close the pass; CaptureError when a tap did not fire."""
-        now, self._pass = self._pass, None
+        now, self._passes.now = self._passes.now, None
         if now is None:
             raise CaptureError("a pass ended that had not begun")
         if silent := sorted(self._expected - now.fired):
@@ -218,7 +227,7 @@ class Recorder:
 
     def fail(self, sample: int, error: MidstreamError) -> None:
         """Give up one sample, also in the middle of its pass; the others stay."""
-        self._pass = None
+        self._passes.now = None
         self._failed[sample] = error
 
     # --- the result

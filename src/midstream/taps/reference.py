@@ -16,15 +16,29 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from midstream.core.interventions import InterventionSpec
 from midstream.core.sites import Site
 
 from .locate import Tap, TapMap, text_config
+from .places import altered
+from .reference_ops import ReferenceSteering
+from .step import whole_sequence
 
 
 def reference(
-    taps: TapMap, token_ids: Sequence[int], sites: Mapping[Site, Sequence[int]], **inputs: Any
+    taps: TapMap,
+    token_ids: Sequence[int],
+    sites: Mapping[Site, Sequence[int]],
+    *,
+    steering: InterventionSpec | None = None,
+    prompt_len: int | None = None,
+    logits: list[Tensor] | None = None,
+    **inputs: Any,
 ) -> dict[tuple[Site, int], Tensor]:
-    """Every row of one prompt: `(site, layer)` → `[tokens, width]`, float32, on the CPU.
+    """Every row of one sequence: `(site, layer)` → `[tokens, width]`, float32, on the CPU.
+
+    steering: applied to each row by itself; what gates decide is found first, on the prompt alone. prompt_len: where
+    generation begins; None: all of it is prompt. logits: a list that gets the model's `[tokens, vocabulary]`.
 
     The model computes in its own dtype: give one in float32 for the REF of docs/semantics.md. inputs: what a
     multimodal wrapper takes beside ids. Families whose attention does not go through transformers' attention
@@ -38,6 +52,8 @@ def reference(
 
     with ExitStack() as hooks, torch.no_grad():
         hooks.enter_context(_eager(taps))
+        if steering is not None:
+            hooks.enter_context(_steered(taps, token_ids, steering, prompt_len or len(token_ids)))
         hooks.enter_context(_at_attention(taps, sites, keep))
         for site, layers in sites.items():
             for layer in layers:
@@ -63,8 +79,46 @@ def reference(
         given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         if "use_cache" in inspect.signature(model.forward).parameters:
             given["use_cache"] = False
-        model(input_ids=torch.tensor([list(token_ids)], device=device), **given)
+        output = model(input_ids=torch.tensor([list(token_ids)], device=device), **given)
+        if logits is not None:
+            logits.append(output.logits[0].float().cpu())
     return rows
+
+
+@contextmanager
+def _steered(taps: TapMap, token_ids: Sequence[int], spec: InterventionSpec, prompt_len: int) -> Generator[None]:
+    """With every op applied, row by row, wherever the spec says."""
+    spec = spec.lowered(whole_sequence(token_ids, prompt_len))
+    model: Any = taps.anatomy.model
+    decisions: dict[int, bool] = {}
+    gated = any(op.gate for op in spec.ops)
+    if gated:
+        first = ReferenceSteering(spec, whole_sequence(token_ids[:prompt_len], prompt_len), {})
+        for place, op in enumerate(spec.ops):  # a gate may read what an earlier gate has let through
+            if op.gate:
+                with _applied(taps, first):
+                    ids = torch.tensor(
+                        [list(token_ids[:prompt_len])], device=model.get_input_embeddings().weight.device
+                    )
+                    model(input_ids=ids)
+                first.decisions[place] = first.decide()[place]
+        decisions = first.decisions
+    with _applied(taps, ReferenceSteering(spec, whole_sequence(token_ids, prompt_len), decisions)):
+        yield
+
+
+@contextmanager
+def _applied(taps: TapMap, steering: ReferenceSteering) -> Generator[None]:
+    with ExitStack() as stack:
+        for site, layer in sorted(steering.places):
+
+            def alter(values: Tensor, site: Site = site, layer: int = layer) -> Tensor:
+                rows = values.reshape(-1, values.shape[-1])
+                out = steering.steer(site, layer, rows.double().cpu().numpy(), taps.layouts[site][layer])
+                return torch.as_tensor(out).to(values.device, values.dtype).reshape(values.shape)
+
+            stack.enter_context(altered(taps.taps[site][layer], alter))
+        yield
 
 
 @contextmanager

@@ -1,0 +1,143 @@
+"""Steerer: every request's ops applied to its rows of each pass, and the receipt of what was done.
+
+Nothing is changed in place: an engine's tensors may have other readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream.core.binding import BoundOp
+from midstream.core.errors import CaptureError
+from midstream.core.interventions import OpReceipt, acts_on
+from midstream.core.sites import Site
+
+from .evidence import Evidence, evidence_of
+from .groups import Change, Ledger, changes_of
+from .step import StepBatch, whole_sequence
+
+
+class Steerer:
+    """Applies each request's ops to its rows of every pass; `StepBatch.request` holds indices into `requests`.
+
+    Requests with different ops go through one pass together: ops of one kind and shape are one call of its function.
+    leaders: for each request, the one whose prompt rows it shares; None: each has its own.
+    """
+
+    def __init__(self, requests: Sequence[Sequence[BoundOp]], leaders: Sequence[int] | None = None) -> None:
+        self.requests = requests
+        self.ledger = Ledger(requests, range(len(requests)) if leaders is None else leaders)
+        self._changes = changes_of(requests, self.ledger)
+        self._evidence = evidence_of(requests, self.ledger)
+        self._work: dict[tuple[Site, int], list[Change | Evidence]] = {}
+        ordered = sorted([*self._evidence, *self._changes], key=lambda work: work.order)
+        for work in ordered:
+            for layer in work.layers:
+                self._work.setdefault((work.site, layer), []).append(work)
+        self._step: StepBatch | None = None
+        self._fired: set[tuple[Site, int]] = set()
+        self._failed: set[int] = set()
+
+    @property
+    def sites(self) -> dict[Site, tuple[int, ...]]:
+        """Where something may be changed or read, by site."""
+        found: dict[Site, set[int]] = {}
+        for site, layer in self._work:
+            found.setdefault(site, set()).add(layer)
+        return {site: tuple(sorted(layers)) for site, layers in found.items()}
+
+    @property
+    def gated(self) -> bool:
+        """Whether some op waits for a decision at the end of its prompt."""
+        return bool(self._evidence)
+
+    # --- one forward pass
+
+    def begin(self, step: StepBatch, device: torch.device) -> None:
+        """Find, once for all layers, which rows of this pass each op may act on."""
+        masks: dict[object, NDArray[np.bool_]] = {}
+        for work in (*self._changes, *self._evidence):
+            work.begin(step, device, masks)
+        self._step = step
+        self._fired = set()
+
+    def steer(self, site: Site, layer: int, values: Tensor) -> Tensor | None:
+        """`values` `[..., width]`, whose leading axes are the pass's rows, changed; None where nothing is."""
+        if self._step is None:
+            raise CaptureError(f"{site} at layer {layer} fired outside a pass")
+        rows = values.reshape(-1, values.shape[-1])
+        if len(rows) != self._step.size or (site, layer) in self._fired:
+            size = self._step.size
+            what = "fired twice in one pass" if len(rows) == size else f"has {len(rows)} rows, not {size}"
+            raise CaptureError(f"{site} at layer {layer} {what}")
+        self._fired.add((site, layer))
+        out: Tensor | None = None
+        for work in self._work.get((site, layer), ()):
+            if isinstance(work, Evidence):
+                work.read(layer, rows if out is None else out)
+            elif work.acts:
+                out = rows.clone() if out is None else out
+                work.apply(layer, out)
+        return None if out is None else out.reshape(values.shape)
+
+    def end(self) -> None:
+        """Close the pass; CaptureError when a module that an op acts on did not fire."""
+        if silent := sorted(set(self._work) - self._fired):
+            site, layer = silent[0]
+            raise CaptureError(f"{site} at layer {layer} did not fire: nothing was steered there")
+        self._step = None
+
+    def fail(self, requests: Sequence[int]) -> None:
+        """Give up some requests, also in the middle of their pass; the others stay."""
+        self._step = None
+        self._failed.update(requests)
+
+    # --- the receipt
+
+    def tally(self) -> list[OpReceipt]:
+        """What each op did so far, over all requests, where nobody knows which rows are still to come."""
+        found: list[OpReceipt] = []
+        for request, ops in enumerate(self.requests):
+            for bound in ops:
+                skipped = bound.op.silent or self.ledger.closed(request, bound)
+                for layer in bound.op.layers:
+                    count, relative = self.ledger.counts(request, bound, layer)
+                    at = (bound.place, bound.op.kind, bound.op.site, layer)
+                    found.append(OpReceipt(*at, count, count, relative=relative, skipped=skipped))
+        return found
+
+    def finish(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[tuple[OpReceipt, ...]]:
+        """What each op did, per request; sequences: the ids that each request consumed, and its prompt's length.
+
+        A request that shares its leader's prompt rows counts none of them. Raises CaptureError when an op's rows were
+        not all steered, or more were.
+        """
+        receipts: list[tuple[OpReceipt, ...]] = []
+        for request, (ops, (ids, prompt_len)) in enumerate(zip(self.requests, sequences, strict=True)):
+            if request in self._failed:
+                receipts.append(())
+                continue
+            rows = whole_sequence(ids, prompt_len)
+            if self.ledger.leaders[request] != request:
+                rows = rows.take(rows.position >= prompt_len)
+            found: list[OpReceipt] = []
+            for bound in ops:
+                skipped = bound.op.silent or self.ledger.closed(request, bound)
+                everywhere = 0 if skipped else int(acts_on(bound.op, rows).sum())
+                for layer in bound.op.layers:
+                    selected = everywhere
+                    if bound.op.gate is not None and not skipped:  # its reach differs by layer
+                        selected = int(acts_on(bound.op, rows, layer).sum())
+                    computed, relative = self.ledger.counts(request, bound, layer)
+                    if selected != computed:
+                        what = f"op {bound.place} ({bound.op.kind}) at layer {layer}: {selected} rows were selected"
+                        raise CaptureError(f"request {request}, {what}, and {computed} steered")
+                    at = (bound.place, bound.op.kind, bound.op.site, layer)
+                    found.append(OpReceipt(*at, selected, computed, relative=relative, skipped=skipped))
+            receipts.append(tuple(found))
+        return receipts
