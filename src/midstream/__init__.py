@@ -1,4 +1,4 @@
-"""midstream reads the residual stream of language models, with every number labelled.
+"""midstream reads and steers the residual stream of language models, with every number labelled.
 
 >>> import midstream as ms
 >>> str(ms.SelectSpec.parse("prompt[-1]"))
@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
+    from .core.artifacts import Artifact as Artifact
     from .core.capture import CaptureReceipt as CaptureReceipt
     from .core.capture import CaptureSpec as CaptureSpec
     from .core.capture import Labels as Labels
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
     from .core.errors import FileFormatError as FileFormatError
     from .core.errors import MidstreamError as MidstreamError
     from .core.errors import ModelLoadError as ModelLoadError
+    from .core.errors import PartialBatchError as PartialBatchError
     from .core.errors import PromptError as PromptError
     from .core.errors import SelfTestError as SelfTestError
     from .core.errors import SessionClosedError as SessionClosedError
@@ -24,14 +26,35 @@ if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
     from .core.errors import UnsupportedOperationError as UnsupportedOperationError
     from .core.generation import Completion as Completion
     from .core.generation import GenerationParams as GenerationParams
+    from .core.generation import TokenLogprob as TokenLogprob
+    from .core.interventions import InterventionSpec as InterventionSpec
+    from .core.interventions import OpReceipt as OpReceipt
+    from .core.items import ConstraintEntry as ConstraintEntry
+    from .core.items import GenerationItem as GenerationItem
+    from .core.items import HookEntry as HookEntry
+    from .core.items import InterventionEntry as InterventionEntry
+    from .core.items import ScoringItem as ScoringItem
+    from .core.items import StackEntry as StackEntry
     from .core.result import CaptureResult as CaptureResult
     from .core.select import SelectSpec as SelectSpec
+    from .core.stream import Chunk as Chunk
     from .language_model import LanguageModel as LanguageModel
     from .language_model import load as load
+    from .steering import ablate as ablate
+    from .steering import add as add
+    from .steering import affine as affine
+    from .steering import clamp as clamp
+    from .steering import function as function
+    from .steering import low_rank as low_rank
+    from .steering import patch as patch
+    from .steering import replace as replace
+    from .steering import rotate as rotate
+    from .steering import router as router
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "core.artifacts": ("Artifact",),
     "core.capture": ("CaptureReceipt", "CaptureSpec", "Labels"),
     "core.errors": (
         "BusyError",
@@ -39,16 +62,21 @@ _HOMES = {
         "FileFormatError",
         "MidstreamError",
         "ModelLoadError",
+        "PartialBatchError",
         "PromptError",
         "SelfTestError",
         "SessionClosedError",
         "SpecError",
         "UnsupportedOperationError",
     ),
-    "core.generation": ("Completion", "GenerationParams"),
+    "core.generation": ("Completion", "GenerationParams", "TokenLogprob"),
+    "core.interventions": ("InterventionSpec", "OpReceipt"),
+    "core.items": ("ConstraintEntry", "GenerationItem", "HookEntry", "InterventionEntry", "ScoringItem", "StackEntry"),
     "core.result": ("CaptureResult",),
     "core.select": ("SelectSpec",),
+    "core.stream": ("Chunk",),
     "language_model": ("LanguageModel", "load"),
+    "steering": ("ablate", "add", "affine", "clamp", "function", "low_rank", "patch", "replace", "rotate", "router"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

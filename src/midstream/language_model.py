@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .core.backend import Backend, BackendCapabilities, BackendSpec, ModelFacts, Progress, Session
 from .core.capture import CaptureSpec, as_storage_dtype
-from .core.errors import ModelLoadError, spec_error
-from .core.generation import GenerationParams
-from .core.prompts import PreparedPrompt, prepare, prompt_list
+from .core.errors import ModelLoadError, PartialBatchError, spec_error
+from .core.generation import Completion, GenerationParams
+from .core.interventions import InterventionSpec
+from .core.items import GenerationItem, InterventionEntry, ScoringItem
+from .core.narrow import is_mapping
+from .core.prompts import PreparedPrompt, prepare, prompt_list, reference_ids
 from .core.result import CaptureResult
 from .core.select import SelectSpec
 from .core.sites import layer_ids
+from .core.stream import Chunk
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def load(
@@ -24,13 +31,14 @@ def load(
     dtype: Any = "auto",
     device: str = "auto",
     tokenizer: Any = None,
+    steering: Any = None,
     **options: Any,
 ) -> LanguageModel:
-    """A model to capture from: a folder, a hub id, `smollm2` (bundled), or a loaded transformers model.
+    """A model to read and steer: a folder, a hub id, `smollm2` (bundled), or a loaded transformers model.
 
-    dtype, device: of a model loaded here; `auto` takes the checkpoint's own, and a GPU where there is one. options:
-    hf_model_kwargs, device_map, tokenizer_name_or_path, trust_remote_code. Raises ModelLoadError when the model
-    cannot be found or fails its self-test.
+    dtype, device: of a model loaded here; `auto` takes the checkpoint's own, and a GPU where there is one. steering: a
+    spec for every call that gives none of its own. options: hf_model_kwargs, device_map, tokenizer_name_or_path,
+    trust_remote_code. Raises ModelLoadError when the model cannot be found or fails its self-test.
     """
     if backend != "huggingface":
         raise spec_error("E_UNKNOWN_KIND", "backend", f"no backend {backend!r}; there is: huggingface")
@@ -46,10 +54,10 @@ def load(
             raise ModelLoadError(message)
         reference = getattr(model.config, "_name_or_path", "") or type(model).__name__
         spec = BackendSpec("huggingface", reference)
-        return LanguageModel(HuggingFaceBackend.adopt(spec, lambda: model, lambda: tokenizer))
+        return LanguageModel(HuggingFaceBackend.adopt(spec, lambda: model, lambda: tokenizer), steering)
     given = {"dtype": str(dtype).removeprefix("torch."), "device": device, **options}
     spec = BackendSpec("huggingface", str(model), given)
-    return LanguageModel(HuggingFaceBackend(spec, tokenizer))
+    return LanguageModel(HuggingFaceBackend(spec, tokenizer), steering)
 
 
 def _one_of(site: str | None, sites: Sequence[str] | None) -> Sequence[str]:
@@ -57,6 +65,10 @@ def _one_of(site: str | None, sites: Sequence[str] | None) -> Sequence[str]:
     if site is not None and sites is not None:
         raise spec_error("E_SITE", "site", f"site {site!r} and sites {sites!r}: give one of them")
     return sites if sites is not None else [site or "resid_post"]
+
+
+def _entries(spec: InterventionSpec | None) -> tuple[InterventionEntry, ...]:
+    return () if spec is None else (InterventionEntry(spec),)
 
 
 def _shown(progress: bool | Progress) -> AbstractContextManager[Progress | None]:
@@ -78,8 +90,9 @@ class LanguageModel:
     torch.Size([1, 576])
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, steering: Any = None) -> None:
         self._backend = backend
+        self._default = None if steering is None or steering is False else InterventionSpec.read(steering)
         self._session: Session = backend.open_session()
 
     @property
@@ -97,6 +110,10 @@ class LanguageModel:
         """What can be captured from this model, and why the rest is refused."""
         return self._backend.negotiated_capabilities()
 
+    def default_steering(self) -> InterventionSpec | None:
+        """What acts on every call that gives no steering of its own; `steering=False` switches it off."""
+        return self._default
+
     @property
     def session(self) -> Session:
         """The open session behind this face."""
@@ -113,6 +130,7 @@ class LanguageModel:
         per_prompt_rows: Sequence[SelectSpec | str | dict[str, Any] | None] | None = None,
         max_tokens: int = 1,
         dtype: Any = None,
+        steering: Any = None,
         progress: bool | Progress = False,
         add_special_tokens: bool = True,
         **generation: Any,
@@ -121,17 +139,11 @@ class LanguageModel:
 
         prompts: one or a list of text, token ids, chat messages, or dicts with prompt_token_ids, multi_modal_data,
         cache_salt. layers: ids of blocks, None for all. site or sites: what to read ("resid_post" unless given). rows:
-        which rows, in the row grammar, None for all. dtype: the storage type, None for the model's bits. generation:
-        any field of GenerationParams. With max_tokens=1 only the prompts run and no token is sampled.
+        which rows, in the row grammar, None for all. dtype: the storage type, None for the model's bits. steering: what
+        is done to the rows, as in `generate`; captured are the steered ones. generation: any field of GenerationParams.
+        With max_tokens=1 only the prompts run and no token is sampled.
         """
-        if layers is not None:
-            layers = layer_ids(layers, "layers", f"the model has layers 0 to {self._session.num_layers - 1}")
-        spec = CaptureSpec(
-            sites=_one_of(site, sites),  # pyright: ignore[reportArgumentType]
-            layers=layers,
-            select=SelectSpec.read(rows, "rows"),
-            dtype=as_storage_dtype(dtype),
-        )
+        spec = self._capture_spec(layers, site, sites, rows, dtype)
         params = GenerationParams(max_tokens=max_tokens, **generation)
         each = None
         if per_prompt_rows is not None:
@@ -140,8 +152,124 @@ class LanguageModel:
         with _shown(progress) as callback:
             # each call counts from 0, so that the same call with the same seed gives the same text
             return self._session.capture(
-                prepared, spec, per_prompt_select=each, params=params, call=0, progress=callback
+                prepared,
+                spec,
+                per_prompt_select=each,
+                steering=self._each_steering(steering, len(prepared)),
+                params=params,
+                call=0,
+                progress=callback,
             )
+
+    def _capture_spec(
+        self, layers: Any, site: str | None, sites: Sequence[str] | None, rows: Any, dtype: Any
+    ) -> CaptureSpec:
+        if layers is not None:
+            layers = layer_ids(layers, "layers", f"the model has layers 0 to {self._session.num_layers - 1}")
+        return CaptureSpec(
+            sites=_one_of(site, sites),  # pyright: ignore[reportArgumentType]
+            layers=layers,
+            select=SelectSpec.read(rows, "rows"),
+            dtype=as_storage_dtype(dtype),
+        )
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_tokens: int,
+        steering: Any = None,
+        progress: bool | Progress = False,
+        add_special_tokens: bool = True,
+        **generation: Any,
+    ) -> list[Completion]:
+        """What the model says after each of `prompts`, in order, each steered in its own way.
+
+        steering: a spec for all, or a list with one (or None, or False) per prompt; None takes the model's default, a
+        spec replaces it, False switches it off. generation: any field of GenerationParams; greedy unless temperature,
+        top_p, top_k or seed is given. Raises PartialBatchError, which has the others, when some items failed.
+        """
+        params = GenerationParams(max_tokens=max_tokens, **generation)
+        items = self._items(prompts, steering, add_special_tokens)
+        with _shown(progress) as callback:
+            found = self._session.generate(items, params, call=0, progress=callback)
+        if failures := {index: one.error for index, one in enumerate(found) if one.error is not None}:
+            raise PartialBatchError({i: one for i, one in enumerate(found) if i not in failures}, failures)
+        return found
+
+    def stream(
+        self,
+        prompt: Any,
+        *,
+        max_tokens: int,
+        steering: Any = None,
+        layers: Any = None,
+        site: str | None = None,
+        sites: Sequence[str] | None = None,
+        rows: SelectSpec | str | dict[str, Any] | None = None,
+        dtype: Any = None,
+        add_special_tokens: bool = True,
+        **generation: Any,
+    ) -> Iterator[Chunk]:
+        """One prompt's completion, a chunk for each token; the last has the whole `completion`.
+
+        With layers, site, sites or rows it also has the activations, `capture`. Everything is checked at once; the
+        model runs as the iterator is read, and is free again when that is exhausted or closed.
+        """
+        items = self._items(prompt, steering, add_special_tokens)
+        if len(items) != 1:
+            raise spec_error("E_BAD_PARAM", "prompt", f"a stream takes one prompt, got {len(items)}: use generate")
+        asked = any(one is not None for one in (layers, site, sites, rows))
+        spec = self._capture_spec(layers, site, sites, rows, dtype) if asked else None
+        params = GenerationParams(max_tokens=max_tokens, **generation)
+        return self._session.stream(items[0], params, spec, call=0)
+
+    def score(
+        self,
+        prompts: Any,
+        references: Any,
+        *,
+        steering: Any = None,
+        progress: bool | Progress = False,
+        add_special_tokens: bool = True,
+        extra: dict[str, Any] | None = None,
+    ) -> Tensor:
+        """Log-probabilities of each reference after its prompt, `[prompts, reference length]`, float32.
+
+        references: one per prompt (or one for all), as token ids or texts, all of one length in tokens. steering: as in
+        `generate`; rows from the prompt's length on are generation. extra: arguments of the model's forward.
+        """
+        prepared = self.prepare(prompts, add_special_tokens=add_special_tokens)
+        ids = reference_ids(references, len(prepared), self.tokenizer)
+        specs = self._each_steering(steering, len(prepared))
+        items = [
+            ScoringItem(prompt, reference, _entries(spec))
+            for prompt, reference, spec in zip(prepared, ids, specs, strict=True)
+        ]
+        with _shown(progress) as callback:
+            return self._session.score(items, GenerationParams(extra=extra or {}), progress=callback)
+
+    def _items(self, prompts: Any, steering: Any, add_special_tokens: bool) -> list[GenerationItem]:
+        prepared = self.prepare(prompts, add_special_tokens=add_special_tokens)
+        specs = self._each_steering(steering, len(prepared))
+        return [GenerationItem(prompt, _entries(spec)) for prompt, spec in zip(prepared, specs, strict=True)]
+
+    def _each_steering(self, steering: Any, count: int) -> list[InterventionSpec | None]:
+        """One spec per prompt of what a caller gave for all of them, or for each."""
+        if isinstance(steering, list | tuple) and not any(is_mapping(one) and "kind" in one for one in steering):
+            if len(steering) != count:
+                raise spec_error("E_BAD_PARAM", "steering", f"{len(steering)} specs for {count} prompts")
+            return [self._one_steering(one, f"steering[{place}]") for place, one in enumerate(steering)]
+        return [self._one_steering(steering, "steering")] * count
+
+    def _one_steering(self, steering: Any, path: str) -> InterventionSpec | None:
+        if steering is None:
+            return self._default
+        if steering is False:
+            return None
+        spec = InterventionSpec.read(steering, path)
+        self.capabilities.require_spec(spec, path)
+        return spec
 
     def prepare(self, prompts: Any, *, add_special_tokens: bool = True) -> list[PreparedPrompt]:
         """Prompts of any form as PreparedPrompts: the ids that the model will consume."""

@@ -117,7 +117,7 @@ CAPTURES: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
         ("stop", "tokenizer", "stop_token_ids"),
     ),
     "stop empty": ({"max_tokens": 4, "stop": [""]}, "E_BAD_PARAM", ("stop[0]",)),
-    "logprobs": ({"max_tokens": 4, "logprobs": 3}, "E_UNKNOWN_KIND", ("logprobs",)),
+    "extra": ({"max_tokens": 4, "extra": {"num_beams": 2}}, "E_UNKNOWN_KIND", ("extra", "lm.generate")),
     "constraint": ({"max_tokens": 4, "constraint": {"regex": "a"}}, "E_CONSTRAINT", ("constraint",)),
 }
 

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from midstream.core.backend import BackendCapabilities, BackendSpec, Capability, CaptureKinds
+from midstream.core.backend import (
+    EVERYTHING,
+    BackendCapabilities,
+    BackendSpec,
+    Capability,
+    CaptureKinds,
+    ConstraintKinds,
+    InterventionKinds,
+    ProcessorKinds,
+)
 from midstream.core.errors import BusyError, ModelLoadError, SessionClosedError
+from midstream.core.generation import CONSTRAINT_KINDS
+from midstream.core.interventions import IN_PROCESS
+from midstream.core.ops import KINDS, STEERED
 from midstream.core.sites import SITES, Site
+from midstream.formats.artifacts import ArtifactRegistry, default_registry
 from midstream.taps.locate import TapMap, same_parts
 
 from .loading import load_pretrained
 from .selftest import examine
 from .session import HuggingFaceSession
 
-_ATOMS: Final = frozenset({Capability.IN_PROCESS_TORCH, Capability.HIDDEN_CAPTURE})
+
+def _capabilities(
+    spec: BackendSpec, sites: tuple[Site, ...], refused: dict[Site, str], constraints: bool
+) -> BackendCapabilities:
+    """Of a model that has these sites, and a tokenizer that constraints can be written in, or none."""
+    steered: tuple[Site, ...] = tuple(site for site in STEERED if site in sites)
+    return BackendCapabilities(
+        spec.kind,
+        EVERYTHING["huggingface"] - (frozenset() if constraints else {Capability.GUIDED_DECODING}),
+        CaptureKinds(sites),
+        InterventionKinds((*KINDS, *IN_PROCESS), steered),
+        ConstraintKinds(CONSTRAINT_KINDS if constraints else ()),
+        ProcessorKinds(("logits_processors", "stopping_criteria")),
+        refused,
+    )
 
 
 class HuggingFaceBackend:
@@ -23,8 +50,10 @@ class HuggingFaceBackend:
     The self-test runs when the first session is opened, and again when a provider gives another model.
     """
 
-    def __init__(self, spec: BackendSpec, tokenizer: Any = None) -> None:
+    def __init__(self, spec: BackendSpec, tokenizer: Any = None, registry: ArtifactRegistry | None = None) -> None:
         self.spec = spec
+        self.registry = registry or default_registry()
+        self._reported: set[str] = set()
         self._model_of: Callable[[], Any] | None = None
         self._tokenizer_of: Callable[[], Any] = lambda: None
         self._session: HuggingFaceSession | None = None
@@ -43,13 +72,24 @@ class HuggingFaceBackend:
 
     def capabilities_for_spec(self, spec: BackendSpec) -> BackendCapabilities:
         """What this kind of backend can do with a model that has every site; loads nothing."""
-        return BackendCapabilities(spec.kind, _ATOMS, CaptureKinds(SITES))
+        return _capabilities(spec, SITES, {}, constraints=True)
 
     def negotiated_capabilities(self) -> BackendCapabilities:
         """What this model can do: the sites that its self-test kept, and why it refused the others."""
         taps = self._examined()
         sites: tuple[Site, ...] = tuple(site for site in SITES if taps.layouts.get(site))
-        return BackendCapabilities(self.spec.kind, _ATOMS, CaptureKinds(sites), dict(taps.refused))
+        return _capabilities(self.spec, sites, dict(taps.refused), constraints=self._tokenizer_of() is not None)
+
+    def stage_artifacts(self, payloads: Mapping[str, bytes]) -> None:
+        """Keep artifacts (id → the bytes of its file) in the registry; hashed again."""
+        for artifact_id, data in payloads.items():
+            self.registry.put_bytes(artifact_id, data)
+
+    def report_once(self, key: str) -> bool:
+        """Whether this is the first report under `key`: what would repeat is said once."""
+        first = key not in self._reported
+        self._reported.add(key)
+        return first
 
     def open_session(self) -> HuggingFaceSession:
         """The one session at a time; another is refused until it is closed."""
@@ -57,7 +97,7 @@ class HuggingFaceBackend:
             raise BusyError("this backend has an open session: close it first, sessions are exclusive")
         self._examined()
         self._session = HuggingFaceSession(
-            self._examined, lambda: self._tokenizer_of(), self.spec.model, self._session_closed
+            self._examined, lambda: self._tokenizer_of(), self.spec.model, self._session_closed, self.registry
         )
         return self._session
 

@@ -20,7 +20,6 @@ from midstream.taps.locate import text_config
 from .facts import compute_dtype, context_length
 from .forward import rotary_boundary
 
-LATER: Final = ("logprobs", "prompt_logprobs", "constraint", "extra")
 _OURS: Final = frozenset({
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "labels",
     "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict", "kwargs",
@@ -29,10 +28,7 @@ _OURS: Final = frozenset({
 
 
 def check_params(params: GenerationParams, tokenizer: Any) -> None:
-    """Refuse fields that a capture in process cannot render, and stop strings that nothing could find."""
-    for name in LATER:
-        if getattr(params, name) not in (None, {}):
-            raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a capture in process takes no {name}")
+    """Refuse stop strings that nothing could find."""
     if params.stop and tokenizer is None:
         raise spec_error("E_BAD_PARAM", "generation.stop", "stop strings need a tokenizer: use stop_token_ids")
 

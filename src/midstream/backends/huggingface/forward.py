@@ -10,17 +10,19 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from midstream.taps.locate import FAMILIES, Anatomy, TapMap, text_config
-from midstream.taps.recorder import Recorder
+from midstream.taps.passes import Passes
 from midstream.taps.step import Run, step_of
 
 from .batching import TOKEN_BUDGET, Batch, Group, Ids, plan
 from .facts import compute_dtype
 from .hooks import PassComplete, deepest_stop
+from .workers import side_by_side, worker_count
 
 Done = Callable[[int], None]
 """Called with the number of tokens that a pass has settled: of prompts, or generated."""
@@ -100,37 +102,56 @@ def token_budget(device: torch.device) -> int:
     return TOKEN_BUDGET if device.type == "cpu" else 8 * TOKEN_BUDGET
 
 
-def run_prompts(taps: TapMap, recorder: Recorder, prompts: Mapping[int, Ids], done: Done) -> None:
-    """Record prompts, given by their request's index in the recorder."""
-    anatomy = taps.anatomy
+def run_prompts(taps: TapMap, passes: Passes, prompts: Mapping[int, Ids], done: Done) -> None:
+    """Run prompts, given by their request's index, to the deepest tap.
+
+    A prefix is shared where nothing is steered: rows that are one for several prompts cannot be steered for one.
+    """
+    anatomy, recorder = taps.anatomy, passes.recorder
+    assert recorder is not None, "prompts alone are run to be recorded"
     # a pass that ends before the first block leaves its cache empty: there is no prefix to go on from
-    share = taps.shares_prefix and deepest_stop(recorder.sites) != (0, True)
+    whole = deepest_stop(recorder.sites.items()) != (0, True)
+    share = taps.shares_prefix and not (passes.steerer is not None and passes.steerer.sites) and whole
     budget = token_budget(input_device(anatomy.model))
     with fresh_positions(anatomy.model):
         short, *long = split_at(rotary_boundary(anatomy.model), prompts)
         planned = plan(short, budget=budget, share=share) if short else []
         planned += [group for part in long if part for group in plan(part, budget=budget, share=False)]
         for group in planned:
-            cache = _run_prefix(anatomy, recorder, prompts, group, done) if group.prefix else None
-            for place, batch in enumerate(group.batches):
-                last = place == len(group.batches) - 1
-                own = cache if last or cache is None else deepcopy(cache)
-                _run_batch(anatomy, recorder, prompts, batch, group.prefix, own, done)
+            cache = _run_prefix(anatomy, passes, prompts, group, done) if group.prefix else None
+            tasks = [_Task(anatomy, passes, prompts, batch, group.prefix, cache) for batch in group.batches]
+            side_by_side(tasks, worker_count(anatomy, passes, len(tasks)), passes.threads, done)
 
 
-def _run_prefix(anatomy: Anatomy, recorder: Recorder, prompts: Mapping[int, Ids], group: Group, done: Done) -> Any:
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """One batch to run: after a shared prefix, on a copy of its cache."""
+
+    anatomy: Anatomy
+    passes: Passes
+    prompts: Mapping[int, Ids]
+    batch: Batch
+    prefix: int
+    cache: Any
+
+    def __call__(self) -> int:
+        """Run it. Returns how many tokens it settled."""
+        return _run_batch(self.anatomy, self.passes, self.prompts, self.batch, self.prefix, deepcopy(self.cache))
+
+
+def _run_prefix(anatomy: Anatomy, passes: Passes, prompts: Mapping[int, Ids], group: Group, done: Done) -> Any:
     """Compute a shared prefix once; its rows belong to every prompt of the group. Returns its cache."""
     shared = prompts[group.prompts[0]][: group.prefix]
     cache = new_cache(anatomy.model)
     runs = [Run(index, 0, 0, shared, len(prompts[index])) for index in group.prompts]
-    _run_pass(anatomy, recorder, runs, torch.tensor([shared]), cache)
+    _run_pass(anatomy, passes, runs, torch.tensor([shared]), cache)
     done(group.prefix * len(group.prompts))
     return cache
 
 
 def _run_batch(
-    anatomy: Anatomy, recorder: Recorder, prompts: Mapping[int, Ids], batch: Batch, prefix: int, cache: Any, done: Done
-) -> None:
+    anatomy: Anatomy, passes: Passes, prompts: Mapping[int, Ids], batch: Batch, prefix: int, cache: Any
+) -> int:
     ids = torch.zeros((len(batch.prompts), batch.width), dtype=torch.long)
     runs: list[Run] = []
     for place, index in enumerate(batch.prompts):
@@ -139,31 +160,31 @@ def _run_batch(
         runs.append(Run(index, place * batch.width, prefix, rest, len(prompts[index])))
     if cache is not None:
         cache.batch_repeat_interleave(len(batch.prompts))
-    _run_pass(anatomy, recorder, runs, ids, cache)
-    done(sum(len(run.token_ids) for run in runs))
+    _run_pass(anatomy, passes, runs, ids, cache)
+    return sum(len(run.token_ids) for run in runs)
 
 
-def _run_pass(anatomy: Anatomy, recorder: Recorder, runs: Sequence[Run], ids: torch.Tensor, cache: Any) -> None:
+def _run_pass(anatomy: Anatomy, passes: Passes, runs: Sequence[Run], ids: torch.Tensor, cache: Any) -> None:
     body: Any = anatomy.body
     device = input_device(anatomy.model)
     names = inspect.signature(body.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": cache is not None} if "use_cache" in names else {}
     if cache is not None:
         kwargs[cache_argument(body) or "cache"] = cache
-    recorder.begin(step_of(runs, ids.numel()), device)
+    passes.begin(step_of(runs, ids.numel()), device)
     with torch.inference_mode(), suppress(PassComplete):
         body(input_ids=ids.to(device), **kwargs)
-    recorder.end()
+    passes.end()
 
 
-def run_multimodal(anatomy: Anatomy, recorder: Recorder, request: int, ids: Ids, inputs: Mapping[str, Any]) -> None:
+def run_multimodal(anatomy: Anatomy, passes: Passes, request: int, ids: Ids, inputs: Mapping[str, Any]) -> None:
     """Record one prompt with images or the like, through the whole wrapper."""
     model: Any = anatomy.model
     device = input_device(model)
-    recorder.begin(step_of([Run(request, 0, 0, ids, len(ids))], len(ids)), device)
+    passes.begin(step_of([Run(request, 0, 0, ids, len(ids))], len(ids)), device)
     with torch.inference_mode(), suppress(PassComplete), fresh_positions(model):
         model(input_ids=torch.tensor([ids], device=device), use_cache=False, **moved(model, inputs))
-    recorder.end()
+    passes.end()
 
 
 def moved(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from midstream.core.sites import Site
 from midstream.taps.locate import Tap, TapMap
+from midstream.taps.places import altered
 
 Sink = Callable[[Site, int, Tensor], None]
+
+
+class Steers(Protocol):
+    """What knows the rows of the pass under way, and changes them."""
+
+    @property
+    def sites(self) -> dict[Site, tuple[int, ...]]:
+        """Where it may change or read something."""
+        ...
+
+    def steer(self, site: Site, layer: int, values: Tensor) -> Tensor | None:
+        """What shall stand in the place of `values`; None leaves them."""
+        ...
 
 
 class PassComplete(Exception):
@@ -22,19 +36,30 @@ class PassComplete(Exception):
 
 
 @contextmanager
-def tapped(taps: TapMap, sites: Mapping[Site, Sequence[int]], sink: Sink, *, stop: bool = False) -> Generator[None]:
-    """While open, every forward of this thread calls `sink(site, layer, rows)` once per site and layer.
+def tapped(
+    taps: TapMap,
+    sites: Mapping[Site, Sequence[int]],
+    sink: Sink,
+    *,
+    steerer: Steers | None = None,
+    stop: bool = False,
+    threads: Container[int] | None = None,
+) -> Generator[None]:
+    """While open, every forward of this thread is steered, and calls `sink(site, layer, rows)` at each site and layer.
 
-    stop: end each pass after the deepest tap, by PassComplete. Hooks run after those a user has put there, let
-    forwards of other threads pass, and are all removed on the way out, also when one cannot be registered.
+    The sink sees what the steerer has made of the rows. stop: end each pass after the deepest tap, by PassComplete.
+    threads: of which threads, if not of this one. Hooks run after those a user has put there, let forwards of other
+    threads pass, and are all removed on the way out, also when one cannot be registered.
     """
-    thread = get_ident()
+    mine_are: Container[int] = {get_ident()} if threads is None else threads
 
     def mine(site: Site, layer: int, rows: Tensor) -> None:
-        if get_ident() == thread:
+        if get_ident() in mine_are:
             sink(site, layer, rows)
 
     with ExitStack() as hooks:
+        if steerer is not None:
+            hooks.enter_context(steered(taps, steerer))
         at_attention: dict[Site, set[int]] = {}
         for site, layers in sites.items():
             for layer in layers:
@@ -46,7 +71,23 @@ def tapped(taps: TapMap, sites: Mapping[Site, Sequence[int]], sink: Sink, *, sto
         if at_attention:
             hooks.enter_context(attention_observed(taps.anatomy.attention, _query_key_sink(at_attention, mine)))
         if stop:
-            hooks.callback(_stop_after(taps, sites, thread).remove)
+            everything = [*sites.items(), *(steerer.sites.items() if steerer is not None else ())]
+            hooks.callback(_stop_after(taps, everything, mine_are).remove)
+        yield
+
+
+@contextmanager
+def steered(taps: TapMap, steerer: Steers) -> Generator[None]:
+    """While open, every forward of this thread has its rows changed by `steerer`, which knows each pass's rows."""
+    thread = get_ident()
+    with ExitStack() as hooks:
+        for site, layers in steerer.sites.items():
+            for layer in layers:
+
+                def alter(values: Tensor, site: Site = site, layer: int = layer) -> Tensor | None:
+                    return steerer.steer(site, layer, values) if get_ident() == thread else None
+
+                hooks.enter_context(altered(taps.taps[site][layer], alter))
         yield
 
 
@@ -65,18 +106,19 @@ def on_tap(tap: Tap, sink: Callable[[Tensor], None]) -> Any:
     return tap.module.register_forward_hook(after)
 
 
-def deepest_stop(sites: Mapping[Site, Sequence[int]] | Mapping[Site, tuple[int, ...]]) -> tuple[int, bool]:
+def deepest_stop(sites: Iterable[tuple[Site, Sequence[int]]]) -> tuple[int, bool]:
     """The deepest tapped block, and whether a pass may end before it runs (only what it reads is asked for)."""
-    deepest = max(layer for layers in sites.values() for layer in layers)
-    return deepest, all(site == "resid_pre" for site, layers in sites.items() if deepest in layers)
+    pairs = list(sites)
+    deepest = max(layer for _, layers in pairs for layer in layers)
+    return deepest, all(site == "resid_pre" for site, layers in pairs if deepest in layers)
 
 
-def _stop_after(taps: TapMap, sites: Mapping[Site, Sequence[int]], thread: int) -> Any:
+def _stop_after(taps: TapMap, sites: Iterable[tuple[Site, Sequence[int]]], threads: Container[int]) -> Any:
     deepest, before = deepest_stop(sites)
     block = taps.anatomy.blocks[deepest]
 
     def done(*_: Any) -> None:
-        if get_ident() == thread:
+        if get_ident() in threads:
             raise PassComplete
 
     return block.register_forward_pre_hook(done) if before else block.register_forward_hook(done)

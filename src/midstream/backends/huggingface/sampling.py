@@ -7,36 +7,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from midstream.core.generation import GenerationParams
+from midstream.core.generation import GenerationParams, TokenLogprob
 
 
-def pick_tokens(
-    logits: Tensor,
-    params: GenerationParams,
-    contexts: Sequence[Sequence[int]],
-    generators: Sequence[torch.Generator | None],
-) -> list[int]:
-    """The next token id of each row of `logits` `[rows, vocabulary]` (any float dtype; computed in float32).
+def pick_tokens(scores: Tensor, params: GenerationParams, generators: Sequence[torch.Generator | None]) -> list[int]:
+    """The next token id of each row of `scores` `[rows, vocabulary]`, float32.
 
-    contexts: all ids so far of each row, for the repetition penalty. generators: one per row; None draws from
-    torch's global state, as torch itself does. Order: penalty, temperature, top_k, top_p (as vLLM and
-    transformers apply them).
+    generators: one per row; None draws from torch's global state, as torch itself does. Order: temperature, top_k,
+    top_p (as vLLM and transformers apply them, after penalties and a caller's processors).
     """
-    scores = logits.float()
-    if params.repetition_penalty is not None and params.repetition_penalty != 1.0:
-        scores = _penalised(scores, params.repetition_penalty, contexts)
-    if params.is_greedy or params.temperature == 0:
+    forced = params.greedy or params.temperature == 0
+    if forced or (params.is_greedy and all(generator is None for generator in generators)):
         return scores.argmax(-1).tolist()
+    likeliest_ids = scores.argmax(-1, keepdim=True)
     scores = _restricted(scores / (1.0 if params.temperature is None else params.temperature), params)
     probabilities = scores.softmax(-1)
     drawn = [
-        torch.multinomial(row, 1, generator=generator) for row, generator in zip(probabilities, generators, strict=True)
+        # without parameters of their own, items that have a seed sample, and the others are greedy
+        best if params.is_greedy and generator is None else torch.multinomial(row, 1, generator=generator)
+        for row, best, generator in zip(probabilities, likeliest_ids, generators, strict=True)
     ]
     return torch.cat(drawn).tolist()
 
 
-def _penalised(scores: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:
+def penalised(scores: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:
     """Scores of tokens already seen, divided by the penalty where positive and multiplied where negative (CTRL)."""
+    if penalty == 1.0:
+        return scores
     scores = scores.clone()
     for row, context in zip(scores, contexts, strict=True):
         seen = torch.tensor(sorted(set(context)), device=scores.device)
@@ -56,6 +53,14 @@ def _restricted(scores: Tensor, params: GenerationParams) -> Tensor:
         beyond = mass - ordered.softmax(-1) >= params.top_p
         scores = scores.masked_fill(beyond.gather(-1, places.argsort(-1)), -torch.inf)
     return scores
+
+
+def likeliest(logprobs: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Each row's token and its `count` likeliest, of log-probabilities `[rows, vocabulary]`."""
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(min(count, logprobs.shape[1]), dim=-1)
+    tops = [tuple(zip(row, of, strict=True)) for row, of in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(*one) for one in zip(token_ids, chosen, tops, strict=True)]
 
 
 def generator_for(seed: int | None, device: torch.device) -> torch.Generator | None:

@@ -1,33 +1,44 @@
-"""One exclusive use of a model in this process: captures, checked before the model runs."""
+"""One exclusive use of a model in this process: capture, generate, score; all checked before the model runs."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from midstream.core.backend import ModelFacts, Progress
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import BusyError, PromptError, SessionClosedError, spec_error
-from midstream.core.generation import Completion, GenerationParams, derive_seed
+from midstream.core.errors import BusyError, SessionClosedError, spec_error
+from midstream.core.generation import Completion, GenerationParams
+from midstream.core.interventions import InterventionSpec, OpReceipt
+from midstream.core.items import GenerationItem, InterventionEntry, ScoringItem, StateEntry, specs_of
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec
-from midstream.core.sites import Site, SiteLayout, layer_set
-from midstream.taps.locate import TapMap
-from midstream.taps.recorder import RecordedRequest, Recorder
+from midstream.core.stream import Chunk
+from midstream.formats.artifacts import ArtifactRegistry
+from midstream.taps.locate import TapMap, text_config
+from midstream.taps.passes import Passes
 
-from .checks import check_memory, check_params, check_prompts, each_select
-from .decoding import DecodeLoop, Growing, Stopping, cut_at_stop, decode_batches, eos_ids
-from .facts import fingerprint, model_facts
-from .forward import Done, rotary_boundary, run_multimodal, run_prompts, split_at
-from .hooks import tapped
+from .capturing import Capturing, Tokens, samples
+from .checks import check_params, check_prompts
+from .decoding import eos_ids
+from .entries import Follower, hooked
+from .facts import model_facts
+from .generating import completions, decode_jobs, decode_loop, growing, steerer_of, steering_receipts
+from .hooks import steered, tapped
+from .jobs import Job, Workshop, hooks_of
+from .own_generate import check_extra, generate_alone, steered_sites
+from .scoring import Scorer, check_ids, check_references
+from .steertest import prove_steering
+from .streaming import chunks_of
+from .structured import Constrainer
 
 
 class HuggingFaceSession:
@@ -39,11 +50,14 @@ class HuggingFaceSession:
         tokenizer_of: Callable[[], Any],
         model_ref: str,
         on_close: Callable[[], None],
+        registry: ArtifactRegistry,
     ) -> None:
         self._taps_of = taps_of
         self._tokenizer_of = tokenizer_of
         self._model_ref = model_ref
         self._on_close = on_close
+        self.registry = registry
+        self._grammars: tuple[Any, Any, Constrainer] | None = None
         self._closed = False
         self._calls = 0
 
@@ -95,6 +109,7 @@ class HuggingFaceSession:
         mode: Literal["all_tokens", "last_token"] = "all_tokens",
         location: Literal["layer_output", "layer_input"] = "layer_output",
         per_prompt_select: Sequence[SelectSpec | None] | None = None,
+        steering: Sequence[InterventionSpec | None] | None = None,
         params: GenerationParams | None = None,
         call: int | None = None,
         progress: Progress | None = None,
@@ -102,73 +117,236 @@ class HuggingFaceSession:
         """The rows that `spec` selects, of the prompts and, with max_tokens > 1, of what is generated after them.
 
         layers, mode, location: the short form, where there is no spec (`CaptureSpec.short`).
-        per_prompt_select: one per prompt, None keeping the spec's. call: the call's number in seeds; None counts the
-        session's own. With max_tokens and n of 1 only the prompts run: no token is sampled. Warns when no row was
-        selected. Raises SpecError, UnsupportedOperationError or PromptError before the model runs, BusyError while
-        another capture of this model does.
+        per_prompt_select: one per prompt, None keeping the spec's. steering: one per prompt, None for none. call: the
+        call's number in seeds; None counts the session's own. With max_tokens and n of 1 only the prompts run: no
+        token is sampled. Warns when no row was selected. Raises SpecError, UnsupportedOperationError or PromptError
+        before the model runs, BusyError while another call on this model does.
         """
         self._open()
         spec = CaptureSpec.short(layers, mode, location) if spec is None else spec
         params = params or GenerationParams()
         if not prompts:
             raise spec_error("E_BAD_PARAM", "prompts", "no prompts: a capture needs at least one")
-        taps, tokenizer = self.taps, self.tokenizer
-        model: Any = taps.anatomy.model
-        sites = site_layers(taps, spec)
-        check_params(params, tokenizer)
-        check_prompts(model, prompts, params.max_tokens)
-        selects = each_select(spec.select, per_prompt_select, len(prompts))
-        generating = params.max_tokens > 1 or params.n > 1
-        requests = [
-            RecordedRequest(index, choice, prompt.token_ids, len(prompt.token_ids) + params.max_tokens - 1, select,
-                            with_prompt=choice == 0)
-            for index, (prompt, select) in enumerate(zip(prompts, selects, strict=True))
-            for choice in range(params.n)
-        ]  # fmt: skip
-        recorder = Recorder(sites, requests, getattr(torch, spec.dtype) if spec.dtype else None)
-        layouts: dict[Site, dict[int, SiteLayout]] = {
-            site: {layer: taps.layouts[site][layer] for layer in of} for site, of in sites.items()
-        }
-        check_memory(recorder.certain, layouts, spec, model)
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        new_tokens = len(prompts) * params.n * params.max_tokens if generating else 0
-        tokens = _Tokens(prompt_tokens + new_tokens, progress)
-        with alone_on(model), tapped(taps, sites, recorder.record, stop=not generating):
-            if generating:
-                call = self._next_call() if call is None else call
-                grown = decode_prompts(taps, prompts, params, recorder, call, tokenizer, tokens.add)
-                recorded = recorder.finish([one.token_ids for one in grown])
-                outputs = completions(grown, params, tokenizer)
+        if params.extra:
+            raise spec_error("E_UNKNOWN_KIND", "generation.extra", "a capture takes no extra: lm.generate does")
+        items = [
+            GenerationItem(prompt, () if of is None else (InterventionEntry(of),))
+            for prompt, of in zip(prompts, steering or [None] * len(prompts), strict=True)
+        ]
+        jobs = self._generation_jobs(items, params, call)
+        capturing = Capturing.of(self.taps, spec, jobs, per_prompt_select, params, self._model_ref, self.tokenizer)
+        passes = Passes(capturing.recorder, steerer_of(jobs, params.n))
+        done = self._tokens(jobs, params if samples(params) else None, progress).add
+        with self._running(passes, capturing, stop=not samples(params)):
+            if not samples(params):
+                result = capturing.read_prompts(jobs, passes, done)
             else:
-                read_prompts(taps, prompts, recorder, tokens.add)
-                recorded = recorder.finish()
-                outputs = [Completion(prompt.token_ids) for prompt in prompts]
-        if not recorded.receipt.selected:
-            warnings.warn(f"no row was selected by {spec.select or 'the per-prompt rows'}", stacklevel=3)
-        return CaptureResult(
-            recorded.labels,
-            recorded.tensors,
-            layouts,
-            [replace(one, receipt=receipt) for one, receipt in zip(outputs, recorded.receipts, strict=True)],
-            recorded.receipt,
-            spec,
-            self._model_ref,
-            fingerprint(model),
-            recorded.errors,
-            token_texts(tokenizer),
+                grown = growing(jobs, params.n)
+                decode_jobs(self.taps, jobs, grown, decode_loop(self.taps, passes, params, self.tokenizer, done))
+                result = capturing.after_decoding(jobs, grown, passes)
+        _warn_of_idle_ops(result.outputs)
+        return result
+
+    # --- generate
+
+    def generate(
+        self,
+        items: Sequence[GenerationItem],
+        params: GenerationParams,
+        *,
+        call: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """One Completion per item, in order; a mixed batch gives what each item gives alone.
+
+        Items that differ in steering, seeds and constraints share every pass; those with plain hooks, images or
+        `params.extra` go one by one. An item that failed has its `error`, and the others are whole. Warns once of ops
+        that selected no row. Raises before the model runs what it cannot do.
+        """
+        self._open()
+        if not items:
+            return []
+        jobs = self._generation_jobs(items, params, call)
+        if params.extra:
+            check_extra(self.model, params)
+            return self._by_own_generate(jobs, params)
+        passes = Passes(steerer=steerer_of(jobs, params.n))
+        grown = growing(jobs, params.n)
+        loop = decode_loop(self.taps, passes, params, self.tokenizer, self._tokens(jobs, params, progress).add)
+        with self._running(passes):
+            errors = decode_jobs(self.taps, jobs, grown, loop)
+        receipts = steering_receipts(passes.steerer, grown)
+        found = completions(grown, params, self.tokenizer, steering=receipts, errors=errors)
+        _warn_of_idle_ops(found)
+        return found
+
+    def stream(
+        self,
+        item: GenerationItem,
+        params: GenerationParams,
+        spec: CaptureSpec | None = None,
+        *,
+        call: int | None = None,
+    ) -> Iterator[Chunk]:
+        """One item a token at a time; the last chunk has the whole completion, and with `spec` the activations.
+
+        Everything is checked before the iterator is returned; the model is in use until it is exhausted or closed.
+        """
+        self._open()
+        if params.n > 1 or params.extra:
+            name = "n" if params.n > 1 else "extra"
+            raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a stream takes no {name}: use lm.generate")
+        jobs = self._generation_jobs([item], params, call)
+        capturing = None
+        if spec is not None:
+            capturing = Capturing.of(self.taps, spec, jobs, None, params, self._model_ref, self.tokenizer)
+        passes = Passes(None if capturing is None else capturing.recorder, steerer_of(jobs))
+        loop = decode_loop(self.taps, passes, params, self.tokenizer, lambda _: None)
+        return self._stream(jobs[0], loop, capturing)
+
+    def _stream(self, job: Job, loop: Any, capturing: Capturing | None) -> Iterator[Chunk]:
+        with self._running(loop.passes, capturing), hooked(self.model, job.hooks):
+            grown = growing([job], 1)
+            yield from chunks_of(grown, loop, dict(job.prompt.multi_modal_data) or None, self.tokenizer)
+            if capturing is None:
+                receipts = steering_receipts(loop.passes.steerer, grown)
+                found = completions(grown, loop.params, self.tokenizer, steering=receipts)
+                _warn_of_idle_ops(found)
+                yield Chunk(completion=found[0])
+            else:
+                result = capturing.after_decoding([job], grown, loop.passes)
+                _warn_of_idle_ops(result.outputs)
+                yield Chunk(completion=result.outputs[0], capture=result)
+
+    def _by_own_generate(self, jobs: Sequence[Job], params: GenerationParams) -> list[Completion]:
+        grown, receipts = growing(jobs, params.n), list[tuple[OpReceipt, ...]]()
+        with alone_on(self.model):
+            prove_steering(self.taps, {one.op.site for job in jobs for one in job.ops})
+            for job, choices in zip(jobs, grown, strict=True):
+                receipts.append(generate_alone(self.taps, job, choices, params))
+        found = completions(grown, params, self.tokenizer, steering=receipts)
+        _warn_of_idle_ops(found)
+        return found
+
+    # --- score
+
+    def score(
+        self, items: Sequence[ScoringItem], params: GenerationParams | None = None, *, progress: Progress | None = None
+    ) -> Tensor:
+        """Log-probabilities of each item's reference after its prompt, `[items, reference length]`, float32.
+
+        All references have one length. params: `extra` alone, which reaches the forward. Rows from the prompt's
+        length on are generation. No items give `[0, 0]`.
+        """
+        self._open()
+        params = params or GenerationParams()
+        if (set_ := params.model_fields_set - {"extra"}) and params != GenerationParams(extra=params.extra):
+            name = sorted(set_)[0]
+            raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a score takes no {name}: it samples nothing")
+        if not items:
+            return torch.empty((0, 0))
+        length = check_references(items)
+        check_prompts(self.model, [item.prompt for item in items], max(1, length))
+        check_ids(self.model, items)
+        jobs = self._workshop().scoring_jobs(items)
+        if not length:
+            return torch.empty((len(items), 0))
+        passes = Passes(steerer=steerer_of(jobs))
+        scorer = Scorer(self.taps, passes, self._tokens(jobs, None, progress, length).add, params.extra)
+        references = [item.ref_output_ids for item in items]
+        with self._running(passes):
+            scores = scorer.run(jobs, references)
+        if passes.steerer is not None:
+            consumed = [
+                ([*job.prompt.token_ids, *ids[:-1]], len(job.prompt.token_ids))
+                for job, ids in zip(jobs, references, strict=True)
+            ]
+            _warn_of_idle(passes.steerer.finish(consumed))
+        return scores
+
+    # --- a caller's own loop
+
+    @contextmanager
+    def entries_applied(self, state_entries: Sequence[StateEntry]) -> Generator[Follower]:
+        """While open, every forward that the caller runs on `model` has these entries applied to all its rows.
+
+        A pass with an empty cache begins prompts; what follows on that cache is generation. What is given has
+        `receipts()`: what each op did so far.
+        """
+        self._open()
+        spec, workshop = specs_of(state_entries), self._workshop()
+        prompt = PreparedPrompt((0,))
+        if spec is not None:  # what can be refused without a prompt is refused now
+            workshop.ops(spec.without_patches(), prompt, "state_entries")
+        follower = Follower(
+            self.taps,
+            steered_sites(() if spec is None else spec.ops),
+            lambda ids: workshop.ops(spec, PreparedPrompt(tuple(ids)), "state_entries"),
         )
+        hooks = hooks_of(GenerationItem(prompt, state_entries))
+        with alone_on(self.model), hooked(self.model, hooks), follower.following():
+            yield follower
+
+    # --- shared
+
+    def _workshop(self) -> Workshop:
+        return Workshop(self.taps, self.registry, self._constrainer)
+
+    def _generation_jobs(
+        self, items: Sequence[GenerationItem], params: GenerationParams, call: int | None
+    ) -> list[Job]:
+        check_params(params, self.tokenizer)
+        check_prompts(self.model, [item.prompt for item in items], params.max_tokens)
+        return self._workshop().generation_jobs(items, params, self._next_call() if call is None else call)
+
+    def _constrainer(self) -> Constrainer:
+        """Grammars compiled for the tokenizer and the logits as they are now."""
+        model, tokenizer = self.model, self.tokenizer
+        if self._grammars is None or self._grammars[0] is not model or self._grammars[1] is not tokenizer:
+            made = Constrainer(tokenizer, text_config(model).vocab_size, eos_ids(model))
+            self._grammars = (model, tokenizer, made)
+        return self._grammars[2]
+
+    @contextmanager
+    def _running(self, passes: Passes, capturing: Capturing | None = None, *, stop: bool = False) -> Generator[None]:
+        """With the model for this call alone, and the hooks of its capture and its steering in place."""
+        with ExitStack() as stack:
+            stack.enter_context(alone_on(self.model))
+            if passes.steerer is not None:
+                prove_steering(self.taps, set(passes.steerer.sites))
+            if capturing is not None:
+                given = {"steerer": passes.steerer, "stop": stop, "threads": passes.threads}
+                stack.enter_context(tapped(self.taps, capturing.sites, capturing.recorder.record, **given))
+            elif passes.steerer is not None:
+                stack.enter_context(steered(self.taps, passes.steerer))
+            yield
+
+    def _tokens(
+        self, jobs: Sequence[Job], params: GenerationParams | None, progress: Progress | None, each: int = 0
+    ) -> Tokens:
+        prompts = sum(len(job.prompt.token_ids) + each for job in jobs)
+        return Tokens(prompts + (len(jobs) * params.n * params.max_tokens if params else 0), progress)
 
     def _next_call(self) -> int:
         self._calls += 1
         return self._calls - 1
 
 
-def site_layers(taps: TapMap, spec: CaptureSpec) -> dict[Site, tuple[int, ...]]:
-    """Each site's layers, checked against the model: E_SITE and E_LAYER_RANGE name what there is."""
-    return {
-        site: layer_set(spec.layers, taps.layers_of(site), "capture.layers", f"{site} of this model")
-        for site in spec.sites
+def _warn_of_idle_ops(outputs: Sequence[Completion]) -> None:
+    _warn_of_idle([output.steering for output in outputs])
+
+
+def _warn_of_idle(receipts: Sequence[Sequence[OpReceipt]]) -> None:
+    """Warn once of ops that selected no row of some request: legal, and seldom meant."""
+    idle = {
+        (one.op, one.kind)
+        for of in receipts
+        for one in of
+        if not one.skipped and not any(other.selected for other in of if other.op == one.op)
     }
+    if idle:
+        names = ", ".join(f"op {place} ({kind})" for place, kind in sorted(idle))
+        warnings.warn(f"no row was selected by {names} of some request: nothing was steered there", stacklevel=4)
 
 
 _IN_USE: WeakKeyDictionary[Any, Lock] = WeakKeyDictionary()
@@ -184,104 +362,3 @@ def alone_on(model: Any) -> Generator[None]:
         yield
     finally:
         lock.release()
-
-
-def read_prompts(taps: TapMap, prompts: Sequence[PreparedPrompt], recorder: Recorder, done: Done) -> None:
-    """Prompts alone: no token is sampled and no logits are computed."""
-    plain = {index: prompt.token_ids for index, prompt in enumerate(prompts) if not prompt.multi_modal_data}
-    run_prompts(taps, recorder, plain, done)
-    for index, prompt in enumerate(prompts):
-        if prompt.multi_modal_data:
-            with _failing_alone(index, recorder):
-                run_multimodal(taps.anatomy, recorder, index, prompt.token_ids, prompt.multi_modal_data)
-            done(len(prompt.token_ids))
-
-
-def decode_prompts(
-    taps: TapMap,
-    prompts: Sequence[PreparedPrompt],
-    params: GenerationParams,
-    recorder: Recorder,
-    call: int,
-    tokenizer: Any,
-    done: Done,
-) -> list[Growing]:
-    """Prompts and what is generated after them; every choice of every prompt, in order."""
-    stopping = Stopping(params, eos_ids(taps.anatomy.model), _decoder(tokenizer))
-    loop = DecodeLoop(taps, recorder, params, stopping, done)
-    grown: list[list[Growing]] = []
-    for index, prompt in enumerate(prompts):
-        place = 0 if params.seed_scope == "dispatch" else index
-        seeds = [derive_seed(params.seed, call, place, choice) for choice in range(params.n)]
-        grown.append([Growing(index * params.n + choice, prompt.token_ids, seed) for choice, seed in enumerate(seeds)])
-    plain = {index: prompt.token_ids for index, prompt in enumerate(prompts) if not prompt.multi_modal_data}
-    for part in split_at(rotary_boundary(taps.anatomy.model), plain):
-        for batch in decode_batches(part, params.n, loop.padded):
-            loop.run([grown[index] for index in batch])
-    for index, prompt in enumerate(prompts):
-        if prompt.multi_modal_data:
-            with _failing_alone(index, recorder):
-                loop.run([grown[index]], dict(prompt.multi_modal_data))
-    return [one for row in grown for one in row]
-
-
-def completions(grown: Sequence[Growing], params: GenerationParams, tokenizer: Any) -> list[Completion]:
-    """One Completion per prompt, with its choices where n > 1."""
-    decode = _decoder(tokenizer)
-    done = [
-        Completion(
-            prompt_token_ids=one.prompt,
-            token_ids=tuple(one.token_ids),
-            text=None if decode is None else _text(decode(one.token_ids), one, params),
-            finish_reason=one.finish_reason,
-        )
-        for one in grown
-    ]
-    groups = [done[start : start + params.n] for start in range(0, len(done), params.n)]
-    return [replace(group[0], choices=tuple(group)) if params.n > 1 else group[0] for group in groups]
-
-
-def _text(text: str, one: Growing, params: GenerationParams) -> str:
-    """The text of a sequence, which ends before the stop string that ended it."""
-    ended_by_text = one.finish_reason == "stop" and one.token_ids[-1] not in params.stop_token_ids
-    return cut_at_stop(text, params.stop) if ended_by_text else text
-
-
-@contextmanager
-def _failing_alone(sample: int, recorder: Recorder) -> Generator[None]:
-    """What a model says of one prompt's images or the like fails that prompt; the others stay."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        refused = PromptError(f"prompt {sample}: the model refuses it: {said[-1]:.200}")
-        refused.__cause__ = error
-        recorder.fail(sample, refused)
-
-
-class _Tokens:
-    """Counts settled tokens for a progress callback."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-
-    def add(self, count: int) -> None:
-        self._done += count
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
-    """Ids → text without special tokens."""
-    if tokenizer is None:
-        return None
-    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)
-
-
-def token_texts(tokenizer: Any) -> Callable[[Sequence[int]], list[str]] | None:
-    """Ids → the text of each alone, special tokens shown."""
-    if tokenizer is None:
-        return None
-    return lambda ids: tokenizer.batch_decode([[token] for token in ids])

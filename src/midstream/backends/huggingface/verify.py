@@ -24,8 +24,9 @@ from midstream.core.result import CaptureResult
 from midstream.core.sites import Site
 from midstream.taps.reference import reference
 
+from .capturing import site_layers
 from .selftest import examine
-from .session import HuggingFaceSession, site_layers
+from .session import HuggingFaceSession
 
 ACROSS: Final = 1e-4
 """float32: what a row's error may be. REF's attention is eager and a capture's is fused, so that the two are equal as

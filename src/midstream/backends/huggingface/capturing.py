@@ -1,0 +1,162 @@
+"""Captures: rows of prompts alone, or also of what is generated after them, steered or not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from midstream.core.backend import Progress
+from midstream.core.capture import CaptureSpec
+from midstream.core.errors import MidstreamError
+from midstream.core.generation import Completion, GenerationParams
+from midstream.core.interventions import InterventionSpec
+from midstream.core.result import CaptureResult
+from midstream.core.select import SelectSpec
+from midstream.core.sites import Site, SiteLayout, layer_set
+from midstream.taps.locate import TapMap
+from midstream.taps.passes import Passes
+from midstream.taps.recorder import Recorded, RecordedRequest, Recorder
+
+from .checks import check_memory, each_select
+from .decoding import Growing
+from .facts import fingerprint
+from .forward import Done, run_multimodal, run_prompts
+from .generating import completions, failing_alone, steering_receipts
+from .jobs import Job
+
+
+def samples(params: GenerationParams) -> bool:
+    """Whether a capture with these parameters samples tokens: else only the prompts run, and no logits are computed."""
+    shaped = (params.logprobs, params.prompt_logprobs, params.constraint)
+    return params.max_tokens > 1 or params.n > 1 or any(one is not None for one in shaped)
+
+
+@dataclass(frozen=True, eq=False)
+class Capturing:
+    """One capture under way: what is recorded of which model, and what the result says of it."""
+
+    taps: TapMap
+    spec: CaptureSpec
+    sites: dict[Site, tuple[int, ...]]
+    recorder: Recorder
+    params: GenerationParams
+    model_ref: str
+    tokenizer: Any
+
+    @classmethod
+    def of(
+        cls,
+        taps: TapMap,
+        spec: CaptureSpec,
+        jobs: Sequence[Job],
+        each: Sequence[SelectSpec | None] | None,
+        params: GenerationParams,
+        model_ref: str,
+        tokenizer: Any,
+    ) -> Capturing:
+        """Plan a capture of `jobs`; raises what the model cannot give, before it runs."""
+        sites = site_layers(taps, spec)
+        selects = each_select(spec.select, each, len(jobs))
+        requests = [
+            RecordedRequest(
+                index,
+                choice,
+                job.prompt.token_ids,
+                len(job.prompt.token_ids) + params.max_tokens - 1,
+                select,
+                with_prompt=choice == 0,
+            )
+            for index, (job, select) in enumerate(zip(jobs, selects, strict=True))
+            for choice in range(params.n)
+        ]
+        recorder = Recorder(sites, requests, getattr(torch, spec.dtype) if spec.dtype else None)
+        planned = cls(taps, spec, sites, recorder, params, model_ref, tokenizer)
+        check_memory(recorder.certain, planned.layouts, spec, taps.anatomy.model)
+        return planned
+
+    @property
+    def layouts(self) -> dict[Site, dict[int, SiteLayout]]:
+        """The layout of every captured site and layer."""
+        return {site: {layer: self.taps.layouts[site][layer] for layer in of} for site, of in self.sites.items()}
+
+    def read_prompts(self, jobs: Sequence[Job], passes: Passes, done: Done) -> CaptureResult:
+        """Run the prompts alone."""
+        plain = {index: job.prompt.token_ids for index, job in enumerate(jobs) if not job.prompt.multi_modal_data}
+        run_prompts(self.taps, passes, plain, done)
+        errors: dict[int, MidstreamError] = {}
+        for index, job in enumerate(jobs):
+            if inputs := job.prompt.multi_modal_data:
+                with failing_alone(index, [index], passes, errors, inputs):
+                    run_multimodal(self.taps.anatomy, passes, index, job.prompt.token_ids, inputs)
+                done(len(job.prompt.token_ids))
+        grown = [[Growing(index, job.prompt.token_ids, None)] for index, job in enumerate(jobs)]
+        recorded = self.recorder.finish()
+        steering = steering_receipts(passes.steerer, grown)
+        outputs = [
+            Completion(job.prompt.token_ids, receipt=receipt, steering=of)
+            for job, receipt, of in zip(jobs, recorded.receipts, steering, strict=True)
+        ]
+        return self._result(recorded, outputs, jobs)
+
+    def after_decoding(self, jobs: Sequence[Job], grown: Sequence[list[Growing]], passes: Passes) -> CaptureResult:
+        """The result, once every sequence of `grown` has ended."""
+        recorded = self.recorder.finish([one.token_ids for choices in grown for one in choices])
+        steering = steering_receipts(passes.steerer, grown)
+        outputs = completions(
+            grown, self.params, self.tokenizer, steering=steering, receipts=recorded.receipts, errors=recorded.errors
+        )
+        return self._result(recorded, outputs, jobs)
+
+    def _result(self, recorded: Recorded, outputs: Sequence[Completion], jobs: Sequence[Job]) -> CaptureResult:
+        if not recorded.receipt.selected:
+            warnings.warn(f"no row was selected by {self.spec.select or 'the per-prompt rows'}", stacklevel=4)
+        return CaptureResult(
+            recorded.labels,
+            recorded.tensors,
+            self.layouts,
+            list(outputs),
+            recorded.receipt,
+            self.spec,
+            self.model_ref,
+            fingerprint(self.taps.anatomy.model),
+            recorded.errors,
+            token_texts(self.tokenizer),
+            [_described(job) for job in jobs] if any(job.ops for job in jobs) else (),
+        )
+
+
+def _described(job: Job) -> dict[str, Any] | None:
+    """What was done to a job's rows, in JSON."""
+    return InterventionSpec(ops=tuple(one.op for one in job.ops)).described() if job.ops else None
+
+
+def site_layers(taps: TapMap, spec: CaptureSpec) -> dict[Site, tuple[int, ...]]:
+    """Each site's layers, checked against the model: E_SITE and E_LAYER_RANGE name what there is."""
+    return {
+        site: layer_set(spec.layers, taps.layers_of(site), "capture.layers", f"{site} of this model")
+        for site in spec.sites
+    }
+
+
+class Tokens:
+    """Counts settled tokens for a progress callback."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def add(self, count: int) -> None:
+        """Count tokens, and tell the callback."""
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def token_texts(tokenizer: Any) -> Callable[[Sequence[int]], list[str]] | None:
+    """Ids → the text of each alone, special tokens shown."""
+    if tokenizer is None:
+        return None
+    return lambda ids: tokenizer.batch_decode([[token] for token in ids])
