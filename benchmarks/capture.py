@@ -88,7 +88,7 @@ class Work:
 
 def main() -> None:
     settings = _read_arguments()
-    _restart_pinned(settings.threads)
+    restart_pinned(settings.threads)
     torch.set_num_threads(settings.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -99,7 +99,7 @@ def main() -> None:
     tell(f"figures are in {settings.out}")
 
 
-def _restart_pinned(threads: int) -> None:
+def restart_pinned(threads: int) -> None:
     """Begin again with the variables that pin the threads, if they are not set: torch reads them as it loads."""
     wanted = pinned(threads)
     if any(os.environ.get(name) != value for name, value in wanted.items()):
@@ -109,7 +109,7 @@ def _restart_pinned(threads: int) -> None:
 def measure(settings: Settings, model_folder: Path) -> Iterator[Figures]:
     """Run everything, and yield the figures so far at the end of each repetition."""
     prompts = make_prompts(model_folder, settings.prompts)
-    figures = Figures(_plain(settings), _versions(), rows=sum(map(len, prompts)))
+    figures = Figures(_plain(settings), environment_facts(), rows=sum(map(len, prompts)))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prompts_file = scratch / "prompts.json"
@@ -254,7 +254,8 @@ def _plain(settings: Settings) -> dict:
     return asdict(settings) | {"out": settings.out.name}
 
 
-def _versions() -> dict[str, str]:
+def environment_facts() -> dict[str, str]:
+    """Return the versions and the processor that the figures are of."""
     packages = {name: version(name) for name in ("midstream", "torch", "transformers")}
     return packages | {"python": platform.python_version(), "processor": _processor()}
 

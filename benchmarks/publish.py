@@ -1,6 +1,6 @@
-"""Write the figures of the last run of capture.py into docs/benchmarks.md, between its two marks.
+"""Write the figures of the last runs of capture.py and generate.py into docs/benchmarks.md, between their marks.
 
-python benchmarks/publish.py [--figures FILE] [--print]
+python benchmarks/publish.py capture|generate [--figures FILE] [--print]
 """
 
 import argparse
@@ -11,29 +11,29 @@ from pathlib import Path
 from measure import Interval, Timing, median_interval, ratio
 
 ROOT = Path(__file__).parent.parent
-FIGURES = ROOT / "build" / "benchmarks" / "capture.json"
+FIGURES = ROOT / "build" / "benchmarks"
 PAGE = ROOT / "docs" / "benchmarks.md"
-START = "<!-- bench:capture:start -->"
-END = "<!-- bench:capture:end -->"
 
 Runs = dict[str, list[Timing]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Publish the figures of capture.py.")
-    parser.add_argument("--figures", type=Path, default=FIGURES, help="what capture.py wrote")
+    parser = argparse.ArgumentParser(description="Publish the figures of a benchmark.")
+    parser.add_argument("what", choices=tuple(RENDERERS), help="whose figures")
+    parser.add_argument("--figures", type=Path, help="what the benchmark wrote")
     parser.add_argument("--print", action="store_true", help="print the tables and write nothing")
     given = parser.parse_args()
-    if not given.figures.exists():
-        sys.exit(f"publish: no {given.figures}: run benchmarks/capture.py first")
-    figures = json.loads(given.figures.read_text())
-    block = render(figures)
+    file = given.figures or FIGURES / f"{given.what}.json"
+    if not file.exists():
+        sys.exit(f"publish: no {file}: run benchmarks/{given.what}.py first")
+    figures = json.loads(file.read_text())
+    block = RENDERERS[given.what](figures)
     if given.print:
         print(block)
         return
     if figures["settings"]["small"] or _repetitions(figures) < 9:
         sys.exit("publish: a --small run, or one of fewer than 9 repetitions, shows nothing but that it works")
-    PAGE.write_text(replaced(PAGE.read_text() if PAGE.exists() else "", block))
+    PAGE.write_text(replaced(PAGE.read_text() if PAGE.exists() else "", given.what, block))
     print(f"publish: wrote {PAGE.relative_to(ROOT)}", file=sys.stderr)
 
 
@@ -42,16 +42,17 @@ def _repetitions(figures: dict) -> int:
     return min(map(len, figures["timings"].values()))
 
 
-def replaced(page: str, block: str) -> str:
-    """Return the page with what stands between the marks replaced."""
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
+def replaced(page: str, what: str, block: str) -> str:
+    """Return the page with what stands between a benchmark's marks replaced."""
+    first, last = f"<!-- bench:{what}:start -->", f"<!-- bench:{what}:end -->"
+    before, start, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not start or not end:
-        sys.exit(f"publish: {PAGE.relative_to(ROOT)} needs the lines {START} and {END}")
-    return f"{before}{START}\n\n{block}\n\n{END}{after}"
+        sys.exit(f"publish: {PAGE.relative_to(ROOT)} needs the lines {first} and {last}")
+    return f"{before}{first}\n\n{block}\n\n{last}{after}"
 
 
-def render(figures: dict) -> str:
+def render_capture(figures: dict) -> str:
     """Return all that stands between the marks."""
     runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
     parts = [
@@ -203,6 +204,43 @@ def _error(figures: dict, subject: str) -> str:
     return f"{error['median']:.4f} / {error['p99']:.4f}" if error else ""
 
 
+_GENERATE_HEAD = ("What", "Figure", "Wall", "CPU", "Aim", "Met")
+
+
+def render_generate(figures: dict) -> str:
+    """Return what steering, generating and scoring cost."""
+    runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
+    settings, versions, checks = figures["settings"], figures["versions"], figures["checks"]
+    interval = median_interval([0.0] * _repetitions(figures))
+    rows = [
+        _time_row(runs, "one spec for all", "time, of plain generation", "one spec", "plain", 1.05),
+        _time_row(runs, "another spec for each", "time, of plain generation", "a spec each", "plain", 1.15),
+        _time_row(
+            runs, "plain generation", "time, of `model.generate` on the same batch", "plain", "model.generate", 1.0
+        ),
+    ]
+    wall, cpu = (ratio(runs["score one by one"], runs["score"], clock) for clock in ("wall", "cpu"))
+    figure = "speed, of a loop over the items"
+    rows.append(("scoring", figure, _shown(wall), _shown(cpu), "≥ 3.0", _met(wall.reaches(3.0))))
+    score = f"{checks['score_mean_difference']:+.4f}"
+    words = (
+        f"SmolLM2-135M in bfloat16; {settings['requests']} requests in one batch, prompts of 16 tokens and up, "
+        f"{settings['new_tokens']} new tokens each, greedy; a vector of its own at the middle block, on every row; "
+        f"{settings['references']} references of {settings['reference_tokens']} tokens after prompts of up to 48. "
+        f"{settings['threads']} threads on {versions['processor']}; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, Python {versions['python']}. {_repetitions(figures)} repetitions in turns; "
+        f"medians with their {interval.coverage:.0%} interval. Of the requests, {checks['same_tokens']:.0%} gave "
+        f"`model.generate`'s very tokens, and {checks['steered']:.0%} other ones when steered; batched scores differ "
+        f"from the loop's by {score} in the mean (bfloat16 changes with the batch)."
+    )
+    return f"{words}\n\n{_table(_GENERATE_HEAD, rows)}"
+
+
+def _time_row(runs: Runs, what: str, figure: str, subject: str, base: str, aim: float) -> tuple[str, ...]:
+    wall, cpu = (ratio(runs[subject], runs[base], clock) for clock in ("wall", "cpu"))
+    return (what, figure, _shown(wall), _shown(cpu), f"≤ {aim:.2f}", _met(wall.stays_under(aim)))
+
+
 def _met(reached: bool) -> str:
     return "yes" if reached else "no"
 
@@ -210,6 +248,9 @@ def _met(reached: bool) -> str:
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+RENDERERS = {"capture": render_capture, "generate": render_generate}
 
 
 if __name__ == "__main__":

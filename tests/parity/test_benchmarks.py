@@ -20,6 +20,20 @@ def test_a_small_run_measures_and_renders(tmp_path: Path) -> None:
     subprocess.run(run, cwd=ROOT, check=True, timeout=1200)
     measured = json.loads(figures.read_text())
     assert {"bare 16", "midstream 15", "midstream all", "usual"} <= set(measured["timings"])
-    show = [sys.executable, "benchmarks/publish.py", "--figures", str(figures), "--print"]
+    show = [sys.executable, "benchmarks/publish.py", "capture", "--figures", str(figures), "--print"]
     shown = subprocess.run(show, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert "Against the bare forward" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_a_small_run_of_steering_measures_and_renders(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    run = [sys.executable, "benchmarks/generate.py", "--small", "--out", str(figures)]
+    subprocess.run(run, cwd=ROOT, check=True, timeout=1200)
+    measured = json.loads(figures.read_text())
+    assert {"plain", "one spec", "a spec each", "model.generate", "score"} <= set(measured["timings"])
+    assert measured["checks"]["steered"] > 0
+    show = [sys.executable, "benchmarks/publish.py", "generate", "--figures", str(figures), "--print"]
+    shown = subprocess.run(show, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "another spec for each" in shown
