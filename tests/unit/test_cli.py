@@ -79,7 +79,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = (
         "import sys, time\n"
         "from midstream.cli import main\n"
-        "main(['--help']); main(['capture', '--help'])\n"
+        "main(['--help']); main(['capture', '--help']); main(['generate', '--help']); main(['score', '--help'])\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'matplotlib'} & sys.modules.keys()\n"
         "print(time.process_time(), *heavy, file=sys.stderr)"  # of the whole process, whatever else runs
     )
@@ -96,7 +96,7 @@ def test_help_names_every_command_and_nothing_of_this_machine(run: Run, monkeypa
     whole = run("--help")
     assert whole.code == 0
     assert run().out == whole.out
-    names = ["demo", "capture", "inspect", "verify", "schema"]
+    names = ["demo", "capture", "generate", "score", "inspect", "verify", "schema"]
     assert [line.split()[0] for line in whole.out.split("Commands:\n")[1].splitlines()] == names
     for name in names:
         text = run(name, "--help").out
@@ -652,7 +652,7 @@ def test_demo_twice(run: Run, model: Path, tmp_path: Path) -> None:
 
 def test_schemas(run: Run, tmp_path: Path) -> None:
     whole = run("schema").json
-    assert list(whole) == ["CaptureSpec", "SelectSpec", "GenerationParams", "WireTensor"]
+    assert list(whole) == ["CaptureSpec", "SelectSpec", "InterventionSpec", "GenerationParams", "WireTensor"]
     one = run("schema", "SelectSpec").json
     assert one == whole["SelectSpec"]
     assert set(one["properties"]) == set(ms.SelectSpec.model_fields)

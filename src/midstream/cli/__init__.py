@@ -14,8 +14,10 @@ import typer
 
 from .capture import capture
 from .demo import demo
+from .generate import generate
 from .inspect import inspect
 from .schema import schema
+from .score import score
 from .verify import verify
 
 app = typer.Typer(
@@ -46,7 +48,7 @@ def midstream(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Read the residual stream of language models, with every number labelled.
+    """Read and steer the residual stream of language models, with every number labelled.
 
     Begin with `midstream demo`: a small model, a capture, and a heat map to look at.
     """
@@ -54,7 +56,7 @@ def midstream(
         typer.echo(context.get_help())
 
 
-for command in (demo, capture, inspect, verify, schema):
+for command in (demo, capture, generate, score, inspect, verify, schema):
     app.command()(command)
 
 

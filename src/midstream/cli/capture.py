@@ -15,6 +15,7 @@ import typer
 from . import options
 from .output import counted, number, print_json, print_table, say, size, spread, table_width
 from .prompt_files import GivenPrompt, given_prompts, sources_named
+from .steering import Steering, given_steering, receipts_as_json
 
 if TYPE_CHECKING:
     from midstream.core.capture import CaptureSpec
@@ -61,23 +62,19 @@ def capture(
             "--max-tokens", metavar="N", help="Tokens to generate after each prompt; 1 runs the prompts alone."
         ),
     ] = 1,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", metavar="X", help="Sample; 0 is greedy.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="X", help="Sample from the likeliest tokens that hold this much.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="N", help="Sample from this many likeliest tokens.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Sample; the same seed gives the same.")
-    ] = None,
-    n: Annotated[int, typer.Option("--n", metavar="N", help="Continuations of each prompt.")] = 1,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End a continuation at this text; give it again for more."),
-    ] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = None,
+    n: options.Count = 1,
+    stop: options.Stop = None,
+    steer: options.Steer = None,
+    strength: options.Strength = None,
+    steer_layers: options.CaptureSteerLayers = None,
+    steer_rows: options.CaptureSteerRows = None,
+    kind: options.SteerKind = None,
+    value: options.SteerValue = None,
+    norm_match: options.NormMatch = False,
     no_special_tokens: options.NoSpecialTokens = False,
     model_dtype: Annotated[
         str, typer.Option("--model-dtype", metavar="DTYPE", help="What the model computes in; auto is its own.")
@@ -88,15 +85,24 @@ def capture(
     """Capture labelled activations of prompts.
 
     With --out they are written to a file, which `midstream inspect` and `CaptureResult.load` read. Without it a
-    table shows, for each prompt, the norm of its last selected row at each layer.
+    table shows, for each prompt, the norm of its last selected row at each layer. With --steer, captured rows are
+    the steered ones.
     """
     given = given_prompts(prompt, prompts)
+    steering = given_steering(
+        steer, strength=strength, layers=steer_layers, rows=steer_rows, kind=kind, value=value, norm_match=norm_match,
+        prefix="--steer-",
+    )  # fmt: skip
     generation = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "n": n, "stop": stop or ()}
-    job = _Job(given, _spec(layers, site, rows, dtype), _params(max_tokens, generation), out, format)
+    job = _Job(given, _spec(layers, site, rows, dtype), steering, _params(max_tokens, generation), out, format)
     job.check()
     from .model import opened
 
-    with opened(model, dtype=model_dtype, device=device, dtype_option="--model-dtype") as lm, sources_named(given):
+    with (
+        opened(model, dtype=model_dtype, device=device, dtype_option="--model-dtype") as lm,
+        sources_named(given),
+        steering.named(),
+    ):
         result = lm.capture(
             [one.prompt for one in given],
             layers=job.spec.layers,
@@ -104,6 +110,7 @@ def capture(
             rows=job.spec.select,
             dtype=job.spec.dtype,
             max_tokens=max_tokens,
+            steering=steering.spec,
             add_special_tokens=not no_special_tokens,
             progress=True,
             **generation,
@@ -145,6 +152,7 @@ class _Job:
 
     prompts: Sequence[GivenPrompt]
     spec: CaptureSpec
+    steering: Steering
     params: GenerationParams
     out: Path | None
     format: Format
@@ -171,9 +179,10 @@ class _Job:
         if self.out is not None:
             self._write(result, self.out)
         if as_json:
-            print_json(_as_json(result, self.prompts, self.out))
+            print_json(_as_json(result, self.prompts, self.out) | {"steering": self.steering.as_json()})
         elif self.out is None:
             _print_summary(result)
+        self.steering.report([output.steering for output in result.outputs])
         _warn_of_empty(result, self.prompts)
         for sample, error in result.errors.items():
             say(f"midstream: {self.prompts[sample].source} failed: {' '.join(str(error).split())}")
@@ -293,4 +302,5 @@ def _prompt_json(result: CaptureResult, index: int, source: str) -> dict[str, An
     norms: dict[str, dict[int, float]] = {}
     for (site, layer), norm in _last_norms(result, index).items():
         norms.setdefault(site, {})[layer] = norm
-    return found | {"positions": result.sample_positions(index).tolist(), "last_row_norms": norms}
+    positions = result.sample_positions(index).tolist()
+    return found | {"positions": positions, "last_row_norms": norms, "receipt": receipts_as_json(output.steering)}

@@ -37,19 +37,30 @@ _OPTIONS: Final = {
     "layer_ids": "--layer-ids",
     "select": "--rows",
     "device": "--device",
+    "steering": "--steer",
     "generation.max_tokens": "--max-tokens",
+    "generation.min_tokens": "--min-tokens",
     "generation.temperature": "--temperature",
     "generation.top_p": "--top-p",
     "generation.top_k": "--top-k",
+    "generation.repetition_penalty": "--repetition-penalty",
     "generation.seed": "--seed",
     "generation.n": "--n",
     "generation.stop": "--stop",
+    "generation.ignore_eos": "--ignore-eos",
+    "generation.logprobs": "--logprobs",
+    "generation.constraint": "the constraint",
+    "generation.constraint.json_schema": "--json-schema",
+    "generation.constraint.regex": "--regex",
+    "generation.constraint.grammar": "--grammar",
+    "generation.constraint.choice": "--choice",
 }
 """JSON path → the option by which a person gave it."""
 
 _TYPE: Final = {
     "--layers": "--layers 10,20, or --layers all",
     "--layer": "--layer 10,20, or leave it out for all",
+    "--steer-layers": "--steer-layers 10,20, or leave it out for all of the file",
     "--site": "--site resid_post",
     "--dtype": "--dtype float32",
     "--model-dtype": "--model-dtype float32",
@@ -73,7 +84,10 @@ def describe(error: BaseException) -> tuple[int, str]:
 def _in_options(error: SpecError) -> str:
     """A SpecError with the option in place of the JSON path: `E_SITE at --site: …`."""
     known = [path for path in _OPTIONS if error.path == path or error.path.startswith((f"{path}[", f"{path}."))]
-    option = _OPTIONS[max(known, key=len)] if known else error.path.partition("[")[0]
+    if known:
+        option = _OPTIONS[max(known, key=len)]
+    else:  # a file keeps its name, whatever that holds
+        option = error.path if error.path.startswith("--steer ") else error.path.partition("[")[0]
     line = f"{error.code} at {option}: {error.message}"
     return f"{line} (type {_TYPE[option]})" if option in _TYPE and "leave it out" not in line else line
 

@@ -40,6 +40,68 @@ SITE_NAMES = "resid_pre, resid_post, attn_out, mlp_out, head_out, router_logits,
 NoSpecialTokens = Annotated[
     bool, typer.Option("--no-special-tokens", help="Add no BOS or other special tokens to text.")
 ]
+ModelDtype = Annotated[
+    str, typer.Option("--dtype", metavar="DTYPE", help="What the model computes in; auto is its own.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the object of --json into this file.")
+]
+
+# --- how to sample
+
+Temperature = Annotated[float | None, typer.Option("--temperature", metavar="X", help="Sample; 0 is greedy.")]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", metavar="X", help="Sample from the likeliest tokens that hold this much.")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", help="Sample from this many likeliest tokens.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Sample; the same seed gives the same.")]
+Count = Annotated[int, typer.Option("--n", metavar="N", help="Continuations of each prompt.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="End a continuation at this text; give it again for more."),
+]
+
+# --- how to steer (steering.py reads them)
+
+Steer = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--steer",
+        metavar="FILE",
+        help="Steer with a vector file (.safetensors, .gguf, .json), or with a .json file of a whole InterventionSpec; "
+        "give it again for more, which act in order.",
+    ),
+]
+Strength = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--strength",
+        metavar="S",
+        help="How much of each vector; 1 if left out. As the others of steering, give it once for all vector files, or "
+        "once for each, in their order.",
+    ),
+]
+_STEER_LAYERS = "Where a vector file acts, e.g. 10,20; all layers that it has, if left out."
+CaptureSteerLayers = Annotated[list[str] | None, typer.Option("--steer-layers", metavar="LAYERS", help=_STEER_LAYERS)]
+SteerLayers = Annotated[
+    list[str] | None, typer.Option("--layers", "-l", "--steer-layers", metavar="LAYERS", help=_STEER_LAYERS)
+]
+_STEER_ROWS = "Which rows are steered, e.g. generated, or 'prompt[-1], generated'; every row if left out."
+CaptureSteerRows = Annotated[list[str] | None, typer.Option("--steer-rows", metavar="ROWS", help=_STEER_ROWS)]
+SteerRows = Annotated[list[str] | None, typer.Option("--rows", "-r", "--steer-rows", metavar="ROWS", help=_STEER_ROWS)]
+SteerKind = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kind", metavar="KIND", help="What is done with the vectors: add (if left out), ablate, clamp, replace."
+    ),
+]
+SteerValue = Annotated[
+    list[float] | None,
+    typer.Option("--value", metavar="C", help="What clamp makes of the projection on the vector."),
+]
+NormMatch = Annotated[
+    bool, typer.Option("--norm-match", help="A vector that is added takes each row's own norm first.")
+]
 
 
 def layer_ids(words: Sequence[str] | None, option: str = "--layers") -> list[int] | None:

@@ -7,7 +7,8 @@ import math
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, TextIO
 
 _PIPE_WIDTH: Final = 240
 """Columns of a table that does not go to a terminal: whoever reads it there can take long lines."""
@@ -16,6 +17,14 @@ _PIPE_WIDTH: Final = 240
 def print_json(value: Any, *, indent: int | None = None) -> None:
     """One JSON object to stdout; numbers that JSON has not (NaN, infinities) are null."""
     sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent) + "\n")
+
+
+def save_json(path: Path, value: Any) -> None:
+    """One JSON object into a file, as `print_json` prints it; the old file stays until the new one is whole."""
+    from midstream.formats.atomic import replacing
+
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
@@ -28,19 +37,21 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[str] = ()) -> None:
-    """A table to stdout. The columns named in `words` hold text, and are cut to fit; the others keep their numbers."""
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[str] = (), file: TextIO | None = None
+) -> None:
+    """A table to stdout, or to `file`. The columns named in `words` hold text, and are cut; the others keep theirs."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    lines, between = list(rows), 2 * len(columns) + 2
+    lines, between, whole = list(rows), 2 * len(columns) + 2, table_width(file)
     longest = [max((len(line[place]) for line in lines), default=0) for place in range(len(columns))]
     widths = [0 if column in words else max(most, len(column)) for column, most in zip(columns, longest, strict=True)]
-    if sum(widths) + between + 20 * len(words) > table_width():  # then heads of numbers take two lines
+    if sum(widths) + between + 20 * len(words) > whole:  # then heads of numbers take two lines
         parts = [max(map(len, [*column.split(), ""])) for column in columns]
         widths = [min(width, max(most, part)) for width, most, part in zip(widths, longest, parts, strict=True)]
-    room = (table_width() - sum(widths) - between) // max(len(words), 1)
+    room = (whole - sum(widths) - between) // max(len(words), 1)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column, width in zip(columns, widths, strict=True):
         if column in words:
@@ -49,12 +60,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words:
             table.add_column(column, justify="right", width=width)
     for line in lines:
         table.add_row(*line)
-    Console(file=sys.stdout, width=table_width(), markup=False, emoji=False, highlight=False).print(table)
+    Console(file=file or sys.stdout, width=whole, markup=False, emoji=False, highlight=False).print(table)
 
 
-def table_width() -> int:
-    """How many characters a line to stdout may have."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_WIDTH
+def table_width(file: TextIO | None = None) -> int:
+    """How many characters a line to stdout, or to `file`, may have."""
+    return shutil.get_terminal_size().columns if (file or sys.stdout).isatty() else _PIPE_WIDTH
 
 
 def say(words: str = "") -> None:

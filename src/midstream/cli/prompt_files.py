@@ -20,10 +20,14 @@ _BESIDE: Final = ("attention_mask", "cache_salt", "multi_modal_data", "prompt_em
 
 @dataclass(frozen=True)
 class GivenPrompt:
-    """A prompt in a form that `lm.capture` takes, and where it stood: `prompts.jsonl:3`."""
+    """A prompt in a form that `lm.capture` takes, and where it stood: `prompts.jsonl:3`.
+
+    reference: what a record has under that name, as it stands there, for `midstream score`.
+    """
 
     prompt: Any
     source: str
+    reference: Any = None
 
 
 def given_prompts(words: Sequence[str] | None, file: str | None) -> list[GivenPrompt]:
@@ -92,7 +96,7 @@ def _records(numbered: Iterable[tuple[str, str]]) -> Iterator[GivenPrompt]:
             raise PromptError(f"{at} is not JSON that can be read: {error}") from None
         if not isinstance(record, dict):
             raise PromptError(f'{at} is {line!r:.60}, which is no record such as {{"text": "…"}}')
-        yield GivenPrompt(_record_prompt(record, at), at)
+        yield GivenPrompt(_record_prompt(record, at), at, record.get("reference"))
 
 
 def _record_prompt(record: dict[str, Any], at: str) -> dict[str, Any]:

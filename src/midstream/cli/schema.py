@@ -25,9 +25,9 @@ def schema(
 ) -> None:
     """Print JSON Schemas of what is sent and stored.
 
-    There is one for CaptureSpec, SelectSpec, GenerationParams and WireTensor. Without NAME it is one object,
-    from name to schema. Each schema is of the object form; where a SelectSpec
-    stands, the row grammar (a text) is taken too.
+    There is one for CaptureSpec, SelectSpec, InterventionSpec, GenerationParams and WireTensor. Without NAME it is
+    one object, from name to schema. Each schema is of the object form; where a SelectSpec stands, the row grammar
+    (a text) is taken too.
     """
     known = _models()
     if name is not None and name not in known:
@@ -50,10 +50,12 @@ def schema(
 def _models() -> dict[str, type[Wire]]:
     from midstream.core.capture import CaptureSpec
     from midstream.core.generation import GenerationParams
+    from midstream.core.interventions import InterventionSpec
     from midstream.core.select import SelectSpec
     from midstream.formats.wire import WireTensor
 
-    return {model.__name__: model for model in (CaptureSpec, SelectSpec, GenerationParams, WireTensor)}
+    models = (CaptureSpec, SelectSpec, InterventionSpec, GenerationParams, WireTensor)
+    return {model.__name__: model for model in models}
 
 
 def _schema_of(model: type[Wire]) -> dict[str, Any]:
