@@ -71,12 +71,12 @@ def _entries(spec: InterventionSpec | None) -> tuple[InterventionEntry, ...]:
     return () if spec is None else (InterventionEntry(spec),)
 
 
-def _shown(progress: bool | Progress) -> AbstractContextManager[Progress | None]:
+def _shown(progress: bool | Progress, what: str = "capturing") -> AbstractContextManager[Progress | None]:
     """A callback for `progress`: a bar on stderr for True, none for False, else the caller's own."""
     if progress is True:
         from .progress import token_progress
 
-        return token_progress()
+        return token_progress(what)
     return nullcontext(progress or None)
 
 
@@ -191,7 +191,7 @@ class LanguageModel:
         """
         params = GenerationParams(max_tokens=max_tokens, **generation)
         items = self._items(prompts, steering, add_special_tokens)
-        with _shown(progress) as callback:
+        with _shown(progress, "generating") as callback:
             found = self._session.generate(items, params, call=0, progress=callback)
         if failures := {index: one.error for index, one in enumerate(found) if one.error is not None}:
             raise PartialBatchError({i: one for i, one in enumerate(found) if i not in failures}, failures)
@@ -246,7 +246,7 @@ class LanguageModel:
             ScoringItem(prompt, reference, _entries(spec))
             for prompt, reference, spec in zip(prepared, ids, specs, strict=True)
         ]
-        with _shown(progress) as callback:
+        with _shown(progress, "scoring") as callback:
             return self._session.score(items, GenerationParams(extra=extra or {}), progress=callback)
 
     def _items(self, prompts: Any, steering: Any, add_special_tokens: bool) -> list[GenerationItem]:
