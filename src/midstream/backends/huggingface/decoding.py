@@ -135,7 +135,8 @@ class DecodeLoop:
             raise spec_error(
                 "E_UNKNOWN_KIND",
                 "max_tokens",
-                f"{model.config.model_type}'s cache cannot be decoded here: use max_tokens=1",
+                f"{model.config.model_type}'s cache cannot be decoded here: capture prompts alone, or use "
+                "extra={'use_cache': True}, the model's own generate",
             )
 
     def run(self, prompts: Sequence[Sequence[Growing]], inputs: dict[str, Any] | None = None) -> None:

@@ -93,6 +93,7 @@ class Follower:
         self._ops_of = ops_of
         self.sites: dict[Site, tuple[int, ...]] = {site: tuple(layers) for site, layers in sites.items()}
         self._prompt = prompt
+        self._consumed = 0
         self._thread = get_ident()
         self._names = list(inspect.signature(self._model.forward).parameters)
         self._steerer: Steerer | None = None
@@ -131,13 +132,26 @@ class Follower:
         batch, width = (embeds if ids is None else ids).shape[:2]  # pyright: ignore[reportOptionalMemberAccess]
         tokens = ids.cpu().numpy() if ids is not None else np.full((batch, width), -1, dtype=np.int64)
         cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
-        past = 0 if cache is None else _cached(cache, given.get("attention_mask"), width)
+        past = 0 if cache is None else self._cached(cache, given.get("attention_mask"), width)
+        self._consumed = past + width
         real, positions = _positions(given.get("attention_mask"), batch, width, past)
         if self._steerer is None or (past == 0 and self._prompt is None):
             self._begin(tokens, real)
         device = input_device(self._model)
         assert self._steerer is not None, "a cache has a beginning"
         self._steerer.begin(self._step(tokens, real, positions), device)
+
+    def _cached(self, cache: Any, mask: Any, width: int) -> int:
+        """How many tokens a cache holds; CaptureError for one that does not say, where nothing else does."""
+        try:
+            return int(cache.get_seq_length())
+        except (ValueError, AttributeError):  # that of a recurrent model
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                return mask.shape[1] - width
+            if self._prompt is not None:  # one sequence, which goes on from pass to pass
+                return self._consumed
+            message = f"a {type(cache).__name__} does not say how many tokens it holds: give attention_mask"
+            raise CaptureError(message) from None
 
     def _begin(self, tokens: Ints, real: Any) -> None:
         """New prompts, one per row of the batch."""
@@ -175,17 +189,6 @@ class Follower:
             self._steerer.fail(())
         else:
             self._steerer.end()
-
-
-def _cached(cache: Any, mask: Any, width: int) -> int:
-    """How many tokens a cache holds; CaptureError for one that does not say, where no mask does."""
-    try:
-        return int(cache.get_seq_length())
-    except (ValueError, AttributeError):  # that of a recurrent model
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            return mask.shape[1] - width
-        message = f"a {type(cache).__name__} does not say how many tokens it holds: give attention_mask"
-        raise CaptureError(message) from None
 
 
 def _positions(mask: Any, batch: int, width: int, past: int) -> tuple[Any, Ints]:
