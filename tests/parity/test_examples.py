@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import midstream as ms
+from midstream.formats.vectors import read_vectors
+from midstream.formats.vectors import read_vectors
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,9 +31,21 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def module(name: str) -> Any:
+    """An example as a module, which runs nothing."""
+    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), EXAMPLES / name)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found  # dataclasses look their module up
+    spec.loader.exec_module(found)
+    return found
+
+
 def test_every_example_is_tested() -> None:
     """No script stands among the examples that nothing here runs."""
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"capture_basics.py", "train_probe.py"}
+    tested = {"capture_basics.py", "causal_tracing.py", "steer_sentiment.py", "train_probe.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
 def test_capture_basics(tmp_path: Path) -> None:
@@ -51,3 +69,101 @@ def test_train_probe() -> None:
     assert held_out > 0.85
     assert abs(shuffled - 0.5) < 0.2
     assert held_out > shuffled + 0.2
+
+
+def test_steer_sentiment(tmp_path: Path) -> None:
+    """The direction moves what the model prefers to say, both ways; directions of its norm that mean nothing do not."""
+    printed = run("steer_sentiment.py", "--small", "--out", str(tmp_path))
+    table = printed.split("minus the plain model's")[1]
+    rows = re.findall(r"^(\+|−|random|shuffled) .*?([+-][\d.]+) \[[^]]*\]\s*$", table, re.M)
+    moved = {name: float(last) for name, last in rows}
+    assert moved["+"] > 1
+    assert moved["−"] < -1
+    assert abs(moved["random"]) < moved["+"] / 2
+    assert abs(moved["shuffled"]) < moved["+"] / 2
+    assert read_vectors(tmp_path / "sentiment.safetensors").provenance
+    assert set(json.loads((tmp_path / "steer_sentiment.json").read_text())) >= {"plain", "+", "−"}
+
+
+def test_causal_tracing(tmp_path: Path) -> None:
+    """The country's row carries the answer in the first layers, the last token's in the last; what is before, never."""
+    printed = run("causal_tracing.py", "--small", "--out", str(tmp_path))
+    effects = {
+        int(line.split()[0]): [float(one) for one in line.split()[1:]]
+        for line in printed.splitlines()
+        if re.match(r"^ +\d+( +-?\d\.\d\d){7}$", line)
+    }
+    first, last = effects[min(effects)], effects[max(effects)]
+    assert first[4] > 0.9
+    assert abs(first[6]) < 0.1
+    assert last[6] > 0.9
+    assert abs(last[4]) < 0.1
+    assert all(abs(effect) < 0.01 for row in effects.values() for effect in row[:4])
+    assert (tmp_path / "causal_tracing.png").stat().st_size > 10_000
+    assert "<html" in (tmp_path / "causal_tracing.html").read_text().lower()
+
+
+def test_steer_sentiment_is_neutral() -> None:
+    """Prompts say nothing good or bad, none was tuned on, and the words of the pairs do not count."""
+    example = module("steer_sentiment.py")
+    prompts, tuning = example.sentences(example.PROMPTS), example.sentences(example.TUNING)
+    assert len(set(prompts)) == 50
+    assert not set(prompts) & set(tuning)
+    assert {example.sentiment(prompt) for prompt in [*prompts, *tuning]} == {0.0}
+    assert not {word for pair in example.PAIRS for text in pair for word in example.words(text)} & set(example.VALENCE)
+    assert not set(example.GOOD.split()) & set(example.BAD.split())
+    assert all(word.strip() in example.VALENCE for pair in example.NEXT for word in pair)
+    assert example.sentiment("A good, good meal; a sad end.") == pytest.approx(100 / 7)
+
+
+def test_steer_sentiment(tmp_path: Path) -> None:
+    """Up, down, and controls that do much less; the direction is a file that steers."""
+    printed = run("steer_sentiment.py", "--small", "--out", str(tmp_path))
+    line = re.compile(
+        r"^(\S+)" + r" +([+-][\d.]+) \[[+-][\d.]+, +[+-][\d.]+\]" * 3 + r"(?: +([\d.]+) +([\d.]+))?$", re.M
+    )
+    rows = [found.groups() for found in line.finditer(printed)]
+    means = {name: list(map(float, scores)) for name, *scores, surprise, _ in rows if surprise}
+    changes = {name: list(map(float, scores)) for name, *scores, surprise, _ in rows if not surprise}
+    assert list(means) == ["plain", "+", "−", "random", "shuffled"]
+    assert list(changes) == ["+", "−", "random", "shuffled"]
+
+    for place in range(3):  # greedy, sampled, preference
+        assert means["+"][place] > means["plain"][place] > means["−"][place]
+    preference = {name: scores[2] for name, scores in changes.items()}
+    smaller = min(preference["+"], -preference["−"])
+    assert smaller > 1.5
+    assert max(abs(preference["random"]), abs(preference["shuffled"])) < smaller / 2
+
+    strengths = {name: float(strength) for name, *_, surprise, strength in rows if surprise}
+    assert strengths["plain"] == 0
+    assert all(strengths[name] == pytest.approx(strengths["+"], rel=0.1) for name in changes)
+
+    file = read_vectors(tmp_path / "sentiment.safetensors")
+    assert len(file.layers) == 1
+    assert file.provenance["quality"]["change"].keys() == changes.keys()
+    assert tuple(ms.add(tmp_path / "sentiment.safetensors", strength=1.5).ops[0].layers) == file.layers
+    texts = json.loads((tmp_path / "steer_sentiment.json").read_text(encoding="utf-8"))
+    assert {name: len(of) for name, of in texts.items()} == dict.fromkeys(means, 6)
+
+
+def test_causal_tracing(tmp_path: Path) -> None:
+    """The country's row decides in the first layers, the last token's in the last; rows before it are the control."""
+    printed = run("causal_tracing.py", "--small", "--out", str(tmp_path))
+    assert "left out" not in printed
+    table = {
+        int(found[1]): list(map(float, found[2].split()))
+        for found in re.finditer(r"^ +(\d+) ((?: +-?\d\.\d\d){7})$", printed, re.M)
+    }
+    assert table[0] == pytest.approx([0, 0, 0, 0, 1, 0, 0], abs=0.05)
+    assert table[29] == pytest.approx([0, 0, 0, 0, 0, 0, 1], abs=0.05)
+    control = re.search(r"^control, .*: at most ([\d.]+)$", printed, re.M)
+    assert control is not None
+    assert float(control[1]) < 1e-3
+    assert "more effect than the country's from layer 25 on" in printed
+
+    page = (tmp_path / "causal_tracing.html").read_text(encoding="utf-8")
+    assert page.count("<table>") == 3  # the mean, and each pair
+    assert page.count("<td ") == 3 * 7 * 7
+    assert not re.search(r"https?:|<script|<link|src=", page)
+    assert (tmp_path / "causal_tracing.png").read_bytes().startswith(b"\x89PNG")
