@@ -2,6 +2,7 @@
 
     python benchmarks/capture.py                    the published run: 256 prompts, 9 repetitions, an hour or two
     python benchmarks/capture.py --small --peers none
+    python benchmarks/capture.py --more --repetitions 2     two more turns of a run that was made or stopped before
 
 Writes its figures to build/benchmarks/capture.json (with --small, capture-small.json) for publish.py.
 """
@@ -29,7 +30,7 @@ from prompts import make_prompts, save_prompts
 from reference import PromptRows, RowError, checked_prompts, plain_rows, row_error
 from transformers.utils import logging
 
-from midstream.backends.huggingface.bundled import smollm2_path
+from midstream.backends.bundled import smollm2_path
 
 RESULTS = HERE.parent / "build" / "benchmarks"
 
@@ -47,6 +48,8 @@ class Settings:
     threads: int
     torch: str
     out: Path
+    # Whether to add to the figures that are there.
+    more: bool
 
 
 @dataclass
@@ -110,6 +113,9 @@ def measure(settings: Settings, model_folder: Path) -> Iterator[Figures]:
     """Run everything, and yield the figures so far at the end of each repetition."""
     prompts = make_prompts(model_folder, settings.prompts)
     figures = Figures(_plain(settings), environment_facts(), rows=sum(map(len, prompts)))
+    if settings.more:
+        figures.timings = earlier_timings(settings.out, figures.settings, figures.versions)
+        figures.peers = json.loads(settings.out.read_text())["peers"]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prompts_file = scratch / "prompts.json"
@@ -121,12 +127,23 @@ def measure(settings: Settings, model_folder: Path) -> Iterator[Figures]:
         subjects = in_process_subjects(here, work.checked) | _peer_subjects(work, stack)
         figures.errors = _errors(work, subjects)
         runs = {name: subject.run for name, subject in subjects.items()}
-        figures.timings = {name: [] for name in runs}
-        for turn in range(settings.repetitions):
+        done = min((len(of) for of in figures.timings.values()), default=0)
+        figures.settings["repetitions"] = done + settings.repetitions
+        for turn in range(done, done + settings.repetitions):
             for name, timing in take_turns(runs, turn):
-                figures.timings[name].append(timing)
-                tell(f"repetition {turn + 1} of {settings.repetitions}: {name}: {timing.wall:.2f} s")
+                figures.timings.setdefault(name, []).append(timing)
+                tell(f"repetition {turn + 1} of {done + settings.repetitions}: {name}: {timing.wall:.2f} s")
             yield figures
+
+
+def earlier_timings(file: Path, settings: dict, versions: dict[str, str]) -> dict[str, list[Timing]]:
+    """Return the runs that a file of figures holds, to go on with; refuse those of another kind."""
+    figures = json.loads(file.read_text())
+    changing = ("repetitions", "more", "out")
+    theirs, ours = ({k: v for k, v in of.items() if k not in changing} for of in (figures["settings"], settings))
+    if json.loads(json.dumps(ours)) != theirs or figures["versions"] != versions:
+        sys.exit(f"{file} is of other settings or versions: make a new run")
+    return {name: [Timing(**one) for one in of] for name, of in figures["timings"].items()}
 
 
 def middle_of(depth: int) -> int:
@@ -182,10 +199,16 @@ def _peer_subject(work: Work, stack: ExitStack, tool: Tool) -> Subject:
     )
     stack.callback(peer.close)
     layers = [middle_of(work.figures.depth)]
+    if (known := work.figures.peers.get(tool.name)) is not None:  # go on as it began
+        return _subject_of(work, peer, known["mode"], layers)
     trials = {mode: _trial(peer, mode, layers, settings.trial) for mode in peer.modes}
     tell(f"{tool.name}: " + ", ".join(f"{mode} {timing.wall:.2f} s" for mode, timing in trials.items()))
     mode = min(trials, key=lambda tried: trials[tried].wall)
     work.figures.peers[tool.name] = {"versions": peer.versions, "mode": mode, "trials": trials}
+    return _subject_of(work, peer, mode, layers)
+
+
+def _subject_of(work: Work, peer: PeerProcess, mode: str, layers: list[int]) -> Subject:
     return Subject(
         functools.partial(peer.run, mode, layers, len(work.prompts)),
         functools.partial(peer.rows, mode, layers, work.checked),
@@ -234,6 +257,7 @@ def _read_arguments() -> Settings:
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every process")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for in the tools' environments")
     parser.add_argument("--out", type=Path, help="file for the figures")
+    parser.add_argument("--more", action="store_true", help="add repetitions to the figures that are there")
     given = parser.parse_args()
     peers = {"all": tuple(tools()), "none": ()}.get(given.peers, tuple(given.peers.split(",")))
     if unknown := set(peers) - set(tools()):
@@ -247,6 +271,7 @@ def _read_arguments() -> Settings:
         threads=given.threads,
         torch=given.torch,
         out=given.out or RESULTS / ("capture-small.json" if given.small else "capture.json"),
+        more=given.more,
     )
 
 

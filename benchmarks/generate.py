@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from capture import RESULTS, environment_facts, restart_pinned, tell
+from capture import RESULTS, earlier_timings, environment_facts, restart_pinned, tell
 from measure import Timing, take_turns, timed
 from prompts import make_prompts
 from torch import Tensor
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import midstream as ms
-from midstream.backends.huggingface.bundled import smollm2_path
+from midstream.backends.bundled import smollm2_path
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Settings:
     repetitions: int
     threads: int
     out: str
+    more: bool
 
 
 class Subjects:
@@ -116,13 +117,16 @@ def main() -> None:
     subjects = Subjects(smollm2_path(), settings)
     figures = {"settings": asdict(settings), "versions": environment_facts(), "checks": checks(subjects)}
     runs = subjects.all()
-    timings: dict[str, list[Timing]] = {name: [] for name in runs}
-    for turn in range(settings.repetitions):
+    out = Path(settings.out)
+    timings = earlier_timings(out, figures["settings"], figures["versions"]) if settings.more else {}
+    done = min((len(of) for of in timings.values()), default=0)
+    figures["settings"]["repetitions"] = done + settings.repetitions
+    for turn in range(done, done + settings.repetitions):
         for name, timing in take_turns(runs, turn):
-            timings[name].append(timing)
-            tell(f"repetition {turn + 1} of {settings.repetitions}: {name}: {timing.wall:.2f} s")
+            timings.setdefault(name, []).append(timing)
+            tell(f"repetition {turn + 1} of {done + settings.repetitions}: {name}: {timing.wall:.2f} s")
         given = {name: [asdict(one) for one in of] for name, of in timings.items()}
-        Path(settings.out).write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
+        out.write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
     tell(f"figures are in {settings.out}")
 
 
@@ -151,6 +155,7 @@ def _read_arguments() -> Settings:
     parser.add_argument("--repetitions", type=int, help="turns that every subject takes (9; small: 2)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of this process")
     parser.add_argument("--out", help="file for the figures")
+    parser.add_argument("--more", action="store_true", help="add repetitions to the figures that are there")
     given = parser.parse_args()
     return Settings(
         small=given.small,
@@ -161,6 +166,7 @@ def _read_arguments() -> Settings:
         repetitions=given.repetitions or (2 if given.small else 9),
         threads=given.threads,
         out=given.out or str(RESULTS / ("generate-small.json" if given.small else "generate.json")),
+        more=given.more,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from midstream.backends.huggingface.bundled import smollm2_path
+from midstream.backends.bundled import smollm2_path
 from midstream.backends.huggingface.structured import Constrainer, Matcher
 from midstream.core.errors import SpecError, UnsupportedOperationError
 from unit.tiny_checkpoint import byte_tokenizer

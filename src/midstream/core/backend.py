@@ -23,7 +23,7 @@ from .stream import Chunk
 if TYPE_CHECKING:
     from torch import Tensor
 
-BackendKind = Literal["huggingface"]
+BackendKind = Literal["huggingface", "vllm"]
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all) after each forward pass."""
 
@@ -74,9 +74,18 @@ class Capability(StrEnum):
     PER_STEP_LOGIT_SPECS = "per_step_logit_specs"
     """Log-probabilities of sampled and prompt tokens."""
     GUIDED_DECODING = "guided_decoding"
+    SERVE_CHECKPOINT = "serve_checkpoint"
+    """`checkpoint`: a folder whose weights replace the model's."""
+    SERVE_LORA = "serve_lora"
+    """`lora`: an adapter that every request goes through."""
 
 
-EVERYTHING: Final[Mapping[BackendKind, frozenset[Capability]]] = {"huggingface": frozenset(Capability)}
+_ON_ENGINES: Final = frozenset({Capability.SERVE_CHECKPOINT, Capability.SERVE_LORA})
+_IN_PROCESS: Final = frozenset({Capability.IN_PROCESS_TORCH, Capability.BEAM_PROPOSALS})
+EVERYTHING: Final[Mapping[BackendKind, frozenset[Capability]]] = {
+    "huggingface": frozenset(Capability) - _ON_ENGINES,
+    "vllm": frozenset(Capability) - _IN_PROCESS,
+}
 """What each kind of backend can do with a model that allows all of it."""
 
 
@@ -160,6 +169,7 @@ class ModelFacts:
     head_dim: int
     dtype: str
     context_length: int | None
+    vocab_size: int
 
 
 class Session(Protocol):

@@ -7,6 +7,7 @@ before the model runs.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -270,3 +271,16 @@ def receipts_together(receipts: Iterable[Sequence[OpReceipt]]) -> tuple[OpReceip
         have = found.get((receipt.op, receipt.layer))
         found[receipt.op, receipt.layer] = receipt if have is None else have + receipt
     return tuple(found[key] for key in sorted(found))
+
+
+def warn_of_idle(receipts: Iterable[Sequence[OpReceipt]]) -> None:
+    """Warn once of ops that selected no row of some request: legal, and seldom meant."""
+    idle = {
+        (one.op, one.kind)
+        for of in receipts
+        for one in of
+        if not one.skipped and not any(other.selected for other in of if other.op == one.op)
+    }
+    if idle:
+        names = ", ".join(f"op {place} ({kind})" for place, kind in sorted(idle))
+        warnings.warn(f"no row was selected by {names} of some request: nothing was steered there", stacklevel=4)

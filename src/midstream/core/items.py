@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import spec_error
 from .interventions import InterventionSpec
 from .prompts import PreparedPrompt
 
@@ -76,3 +77,13 @@ def specs_of(entries: Sequence[StateEntry]) -> InterventionSpec | None:
     if not specs:
         return None
     return InterventionSpec(ops=tuple(op for spec in specs for op in spec.ops))
+
+
+def check_references(items: Sequence[ScoringItem]) -> int:
+    """The one length of all references; E_BAD_PARAM names the first that differs."""
+    lengths = [len(item.ref_output_ids) for item in items]
+    for index, length in enumerate(lengths):
+        if length != lengths[0]:
+            message = f"reference {index} has {length} tokens and reference 0 has {lengths[0]}: score them apart"
+            raise spec_error("E_BAD_PARAM", "references", message)
+    return lengths[0]

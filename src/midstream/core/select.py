@@ -7,13 +7,14 @@ command line. Phase is data: a row is `generation` when its position is at least
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, model_validator
 
-from .errors import Code, SpecError
+from .errors import Code, SpecError, spec_error
 from .narrow import is_int, is_list, items_of
 from .wire import Int, Wire
 
@@ -265,6 +266,17 @@ def resolve(spec: SelectSpec | None, rows: Rows) -> Bools:
     if spec is None:
         return np.ones(len(rows.position), dtype=np.bool_)
     return _union(spec, "", rows) & ~_union(spec, "exclude_", rows)
+
+
+def each_select(
+    common: SelectSpec | None, each: Sequence[SelectSpec | None] | None, count: int
+) -> Sequence[SelectSpec | None]:
+    """One selection per prompt: its own, else the common one."""
+    if each is None:
+        return [common] * count
+    if len(each) != count:
+        raise spec_error("E_SELECTION", "per_prompt_rows", f"{len(each)} row selections for {count} prompts")
+    return [common if one is None else one for one in each]
 
 
 def _union(spec: SelectSpec, prefix: str, rows: Rows) -> Bools:

@@ -6,7 +6,7 @@ same arithmetic, are one `Change`: their tensors stand in one table per layer, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.core.binding import BoundOp
-from midstream.core.capture import Labels
 from midstream.core.errors import CaptureError
 from midstream.core.interventions import Function, acts_on
 from midstream.core.op import Op
@@ -24,76 +23,11 @@ from midstream.core.ops import Ablate, Add, Affine, Clamp, LowRank, Replace, Rot
 from midstream.core.sites import Site
 
 from . import kinds
+from .ledger import Ledger
 from .step import Ints, StepBatch
+from .stream import Stream
 
 _TENSOR_OF: Final = {"add": "vectors", "replace": "vectors", "clamp": "unit", "ablate": "basis"}
-
-
-class Ledger:
-    """What was done so far: rows per request, op and layer, how much they changed, and what gates decided.
-
-    leaders: for each request, the one whose prompt rows it shares (itself, but for choices after the first).
-    """
-
-    def __init__(self, requests: Sequence[Sequence[BoundOp]], leaders: Sequence[int]) -> None:
-        self.leaders = np.array(leaders, dtype=np.int64)
-        self._base: dict[tuple[int, int], int] = {}
-        size = 0
-        for request, ops in enumerate(requests):
-            for bound in ops:
-                self._base[request, bound.place] = size
-                size += len(bound.op.layers)
-        self._size = size
-        self._totals: NDArray[np.float64] | None = None
-        self._changed: dict[torch.device, Tensor] = {}
-        self._decided: dict[tuple[int, int], bool] = {}
-
-    def labels(self, step: StepBatch) -> Labels:
-        """Labels of rows in the middle of a run: a sample's requests are its choices, in order."""
-        leader = self.leaders[step.request]
-        generated = step.position >= step.prompt_len
-        sample = np.searchsorted(np.unique(self.leaders), leader)
-        choice = np.where(generated, step.request - leader, -1)
-        return Labels(sample, choice, step.position, step.token_id, generated)
-
-    def slot(self, request: int, bound: BoundOp, layer: int) -> int:
-        """Where a request's op is counted at one layer."""
-        return self._base[request, bound.place] + bound.op.layers.index(layer)
-
-    def count(self, slots: Tensor, relative: Tensor) -> None:
-        """Rows that were changed, `[rows]`, and by how much of their norm."""
-        self._totals = None
-        if relative.device not in self._changed:
-            with torch.inference_mode(False):  # a caller's loop may change modes between its passes
-                zeros = torch.zeros((2, self._size), dtype=torch.float64, device=relative.device)
-            self._changed[relative.device] = zeros
-        relative = relative.detach()
-        counted = torch.stack([torch.ones_like(relative), relative]).double()
-        self._changed[relative.device].index_add_(1, slots, counted)
-
-    def counts(self, request: int, bound: BoundOp, layer: int) -> tuple[int, float | None]:
-        """Rows that were changed, and the mean of ‖change‖ / ‖row‖ over them."""
-        if self._totals is None:  # one copy from each device, when the passes are over
-            self._totals = sum((total.cpu() for total in self._changed.values()), torch.zeros(2, self._size)).numpy()
-        rows, changed = self._totals[:, self.slot(request, bound, layer)]
-        return int(rows), float(changed / rows) if rows else None
-
-    def decide(self, request: int, place: int, decision: bool) -> None:
-        """Note what a gate decided at the end of a request's prompt."""
-        self._decided[request, place] = decision
-
-    def decision(self, request: int, place: int) -> bool:
-        """What the gate of a request's op decided; CaptureError before it did."""
-        leader = int(self.leaders[request])
-        if (leader, place) not in self._decided:
-            raise CaptureError(f"request {request}: the gate of op {place} is asked before its prompt has ended")
-        return self._decided[leader, place]
-
-    def closed(self, request: int, bound: BoundOp) -> str | None:
-        """Why a gated op was not applied, if it was not."""
-        if bound.op.gate is None or self._decided.get((int(self.leaders[request]), bound.place)):
-            return None
-        return "its gate is closed"
 
 
 @dataclass(frozen=True)
@@ -141,7 +75,7 @@ def _positions(op: Op) -> tuple[int, ...] | None:
 
 
 def changes_of(requests: Sequence[Sequence[BoundOp]], ledger: Ledger) -> list[Change]:
-    """The ops of all requests, gathered; ops that change nothing are left out."""
+    """The ops of all requests, gathered by key; ops that change nothing are left out."""
     members: dict[_Key, list[tuple[int, BoundOp]]] = {}
     for request, ops in enumerate(requests):
         for bound in ops:
@@ -192,7 +126,9 @@ class Change:
         if self.key.positioned:
             entry = entry + self._position_places(step, op)
         columns = (step.row, entry, op, self._slot_of[step.request])
-        self._rows = _Rows(step, *(torch.as_tensor(column).to(device) for column in columns))
+        first = None if step.again is None else torch.as_tensor(~step.again).double().to(device)
+        row, entries, ops, slots = (torch.as_tensor(column).to(device) for column in columns)
+        self._rows = _Rows(step, row, entries, ops, slots, first)
 
     def _position_places(self, step: StepBatch, op: Ints) -> Ints:
         """Which of its op's positions each row has."""
@@ -207,31 +143,29 @@ class Change:
         """Whether some row of this pass may change."""
         return len(self._rows.step) > 0
 
-    def apply(self, layer: int, out: Tensor) -> None:
-        """Change `out` `[rows of the pass, width]` in place."""
-        rows = self._rows.on(out.device)
+    def apply(self, layer: int, stream: Stream) -> None:
+        """Change the rows of the pass that stand in `stream`."""
+        rows = self._rows.on(stream.device)
         if self.key.gated:
             rows = rows.take(self._reached(layer))
         if not len(rows.step):
             return
-        columns = self._columns(out)
-        picked = out[rows.index] if columns is None else out[rows.index[:, None], columns]
-        x = picked.float()
+        whole = stream.take(rows.index)
+        columns = self._columns(stream.device)
+        x = (whole if columns is None else whole[:, columns]).float()
         y = self._changed(layer, x, rows)
         relative = kinds.norm(y - x)[:, 0] / kinds.norm(x)[:, 0].clamp(min=1e-30)
-        self._ledger.count(rows.slot + self.layers.index(layer), relative)
-        if columns is None:
-            out[rows.index] = y.to(out.dtype)
-        else:
-            out[rows.index[:, None], columns] = y.to(out.dtype)
+        self._ledger.count(rows.slot + self.layers.index(layer), relative, rows.first)
+        changed = y.to(stream.dtype)
+        stream.put(rows.index, changed if columns is None else whole.index_copy(1, columns, changed))
 
-    def _columns(self, out: Tensor) -> Tensor | None:
+    def _columns(self, device: torch.device) -> Tensor | None:
         """The places in a row of the heads that the ops name."""
         if self.key.heads is None:
             return None
         size = self._ops[0].layout[self.layers[0]].head_size or 0
         places = [head * size + place for head in self.key.heads for place in range(size)]
-        return torch.tensor(places, device=out.device)
+        return torch.tensor(places, device=device)
 
     def _reached(self, layer: int) -> NDArray[np.int64]:
         """Of this pass's rows, those whose gate is open, and which its evidence precedes at this layer."""
@@ -299,24 +233,30 @@ class Change:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a pass that one Change acts on: which of its rows, table entry, op, and the ledger's first slot."""
+    """The rows of a pass that one Change acts on: which of its rows, table entry, op, and the ledger's first slot.
+
+    first: 0 for rows that were counted when they were computed before; None: there is none.
+    """
 
     step: StepBatch
     index: Tensor
     entry: Tensor
     op: Tensor
     slot: Tensor
+    first: Tensor | None
 
     def on(self, device: torch.device) -> _Rows:
         """The same on another device: a model may lie on several."""
-        if self.index.device == device:
-            return self
-        return _Rows(self.step, *(one.to(device) for one in (self.index, self.entry, self.op, self.slot)))
+        return self if self.index.device == device else self._each(self.step, lambda one: one.to(device))
 
     def take(self, kept: NDArray[np.int64]) -> _Rows:
         """Some of the rows."""
         at = torch.as_tensor(kept).to(self.index.device)
-        return _Rows(self.step.take(kept), *(one[at] for one in (self.index, self.entry, self.op, self.slot)))
+        return self._each(self.step.take(kept), lambda one: one[at])
+
+    def _each(self, step: StepBatch, of: Callable[[Tensor], Tensor]) -> _Rows:
+        first = None if self.first is None else of(self.first)
+        return _Rows(step, of(self.index), of(self.entry), of(self.op), of(self.slot), first)
 
 
 def _by_function(op: Function, x: Tensor, step: StepBatch, ledger: Ledger) -> Tensor:

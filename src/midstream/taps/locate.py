@@ -130,6 +130,12 @@ def text_config(model: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def caps_scores(config: Any) -> bool:
+    """Whether attention scores are softly capped, which only some attention functions do."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return getattr(text, "attn_logit_softcapping", None) is not None
+
+
 def locate(model: Any) -> Anatomy:
     """The parts of a Hugging Face model: a decoder, or a multimodal wrapper around one.
 
@@ -140,14 +146,14 @@ def locate(model: Any) -> Anatomy:
     config = text_config(model)
     if getattr(model.config, "is_encoder_decoder", False) or not hasattr(config, "num_hidden_layers"):
         raise ModelLoadError(f"{model.config.model_type} is no decoder-only model: midstream reads decoders only")
-    body, blocks = _find_blocks(model, config.num_hidden_layers)
+    body, blocks = find_blocks(model, config.num_hidden_layers)
     family = FAMILIES.get(config.model_type)
     final = _final(body, family.final if family else None)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     candidates: dict[Site, dict[int, tuple[Tap, ...]]] = {}
     attention: dict[int, nn.Module] = {}
     for layer, block in enumerate(blocks):
-        found = _listed(block, family) if family else _searched(block)
+        found = _listed(block, family) if family else searched(block)
         found["resid_pre"] = [Tap(block, "input")]
         found["resid_post"] = [Tap(block, "output")]
         for site, taps in found.items():
@@ -163,8 +169,8 @@ def locate(model: Any) -> Anatomy:
     return Anatomy(model, body, blocks, final, head, candidates, attention, refused)
 
 
-def _find_blocks(model: nn.Module, count: int) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """The module that holds the list of `count` decoder blocks, and the blocks."""
+def find_blocks(model: nn.Module, count: int) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """The module that holds the list of `count` decoder blocks, and the blocks; ModelLoadError where there is none."""
     found = [
         (parent, child)
         for parent, child in _module_lists(model)
@@ -212,7 +218,7 @@ def _listed(block: nn.Module, family: Family) -> dict[Site, list[Tap]]:
     }
 
 
-def _searched(block: nn.Module) -> dict[Site, list[Tap]]:
+def searched(block: nn.Module) -> dict[Site, list[Tap]]:
     """The taps that a block of an unlisted architecture may have, likeliest first."""
     scale = float(getattr(block, "residual_multiplier", 1.0))
 

@@ -7,6 +7,7 @@ recomputation after preemption or a cache miss is right for free.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock, local
@@ -20,10 +21,12 @@ from torch import Tensor
 from midstream.core.capture import CaptureReceipt, Labels
 from midstream.core.errors import CaptureError, MidstreamError
 from midstream.core.select import SelectSpec, resolve
-from midstream.core.sites import Site
+from midstream.core.sites import Site, SiteLayout
 
 from .step import Ints, StepBatch, whole_sequence
+from .stream import Index, index_of
 
+_ELSEWHERE: Final[tuple[Site, int]] = ("resid_post", -1)
 _COUNTS: Final = ("selected", "computed", "reused", "overflowed")
 
 ABSENT = -1
@@ -61,8 +64,8 @@ class _Pass:
     """The forward pass under way: which rows go (`source`), to which slots (`target`), and who has fired."""
 
     rows: int
-    source: Tensor | slice
-    target: Tensor | slice
+    source: Index
+    target: Index
     fired: set[tuple[Site, int]] = field(default_factory=set[tuple[Site, int]])
     # copies on their way from a GPU, with where they go; settled once the next pass is queued
     pending: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
@@ -142,7 +145,9 @@ class Recorder:
             reused = np.ones(len(source), dtype=np.bool_)
             reused[np.unique(source, return_index=True)[1]] = False
             self._reused[target] = reused
-        self._passes.now = _Pass(step.size, _index(source, device), _index(target, torch.device("cpu")))
+        if step.again is not None:  # rows that another request's pass computed
+            self._reused[target] = step.again[chosen]
+        self._passes.now = _Pass(step.size, index_of(source, device), index_of(target, torch.device("cpu")))
 
     def _resolve_decoded(self, rows: StepBatch) -> NDArray[np.bool_]:
         spec_of = self._spec_of[rows.request]
@@ -200,6 +205,13 @@ class Recorder:
             over = (cast.isinf() & picked.isfinite()).sum(1, dtype=torch.int32)
             self._keep(now, self._overflowed.setdefault(key, torch.zeros(self.slots, dtype=torch.int32)), over)
         return cast
+
+    def count_overflows(self, step: StepBatch, counts: Ints) -> None:
+        """Values of some rows that overflowed before they came here, `[owned]`."""
+        if counts.any():
+            slot = self._slot[self._offset[step.request] + step.position]
+            total = self._overflowed.setdefault(_ELSEWHERE, torch.zeros(self.slots, dtype=torch.int32))
+            total[torch.as_tensor(slot)] = torch.as_tensor(counts).int()
 
     def end(self) -> None:
         """Close the pass; CaptureError when a tap did not fire."""
@@ -292,15 +304,7 @@ class Recorder:
         return Labels(sample, choice, position, token, in_generation), wanted
 
 
-def _index(rows: Ints, device: torch.device) -> Tensor | slice:
-    """Row numbers as a slice where they are one run (a plain copy), else as an index on the device."""
-    if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    index = torch.as_tensor(rows)
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
-
-
-def _put(out: Tensor, target: Tensor | slice, rows: Tensor) -> None:
+def _put(out: Tensor, target: Index, rows: Tensor) -> None:
     """`out[target] = rows`."""
     if isinstance(target, slice) or out.dim() == 1:
         out[target] = rows
@@ -323,3 +327,15 @@ def _compact(out: Tensor, keep: NDArray[np.bool_]) -> Tensor:
         place += stop - start
     # a view of much more would hold memory that nobody asked for; of a little more, a copy would cost more
     return out[:place].clone() if place < 0.75 * len(out) else out[:place]
+
+
+def check_memory(rows: int, layouts: Mapping[Site, Mapping[int, SiteLayout]], dtype: str) -> None:
+    """CaptureError when `rows` rows of every site and layer are more than this machine's memory."""
+    width = sum(layout.width for layers in layouts.values() for layout in layers.values())
+    needed = rows * width * getattr(torch, dtype).itemsize
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > have:
+        raise CaptureError(
+            f"{rows} rows of {width} values are {needed / 2**30:.1f} GiB, and this machine has {have / 2**30:.1f}: "
+            "choose fewer rows or layers, or fewer prompts a call"
+        )

@@ -18,6 +18,7 @@ class StepBatch:
     Every array is int64 `[owned]`. row: which flat row; rows of padding are owned by nobody and not listed, a
     prefix that several requests share is listed once for each. request: the owner. position: absolute, 0-based.
     token_id: the token consumed. prompt_len: how many of the owner's positions are prompt, so that phase is data.
+    again: bool, rows that were computed before (an engine that preempts computes them twice); None: there is none.
     """
 
     size: int
@@ -26,11 +27,13 @@ class StepBatch:
     position: Ints
     token_id: Ints
     prompt_len: Ints
+    again: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
-        columns = (self.row, self.request, self.position, self.token_id, self.prompt_len)
-        if len({len(column) for column in columns}) != 1:
-            raise ValueError(f"columns of different lengths: {[len(column) for column in columns]}")
+        columns = [self.row, self.request, self.position, self.token_id, self.prompt_len]
+        lengths = [len(column) for column in columns] + ([] if self.again is None else [len(self.again)])
+        if len(set(lengths)) != 1:
+            raise ValueError(f"columns of different lengths: {lengths}")
 
     def __len__(self) -> int:
         return len(self.row)
@@ -38,7 +41,8 @@ class StepBatch:
     def take(self, owned: NDArray[np.int64] | NDArray[np.bool_]) -> StepBatch:
         """Some of the owned rows, by index or mask."""
         columns = (self.row, self.request, self.position, self.token_id, self.prompt_len)
-        return StepBatch(self.size, *(column[owned] for column in columns))
+        again = None if self.again is None else self.again[owned]
+        return StepBatch(self.size, *(column[owned] for column in columns), again=again)
 
 
 @dataclass(frozen=True)

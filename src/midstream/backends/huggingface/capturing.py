@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,15 @@ from midstream.core.errors import MidstreamError
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import InterventionSpec
 from midstream.core.result import CaptureResult
-from midstream.core.select import SelectSpec
+from midstream.core.select import SelectSpec, each_select
 from midstream.core.sites import Site, SiteLayout, layer_set
+from midstream.core.text import token_texts
 from midstream.taps.locate import TapMap
 from midstream.taps.passes import Passes
-from midstream.taps.recorder import Recorded, RecordedRequest, Recorder
+from midstream.taps.recorder import Recorded, RecordedRequest, Recorder, check_memory
 
-from .checks import check_memory, each_select
 from .decoding import Growing
-from .facts import fingerprint
+from .facts import compute_dtype, fingerprint
 from .forward import Done, run_multimodal, run_prompts
 from .generating import completions, failing_alone, steering_receipts
 from .jobs import Job
@@ -75,7 +75,7 @@ class Capturing:
         ]
         recorder = Recorder(sites, requests, getattr(torch, spec.dtype) if spec.dtype else None)
         planned = cls(taps, spec, sites, recorder, params, model_ref, tokenizer)
-        check_memory(recorder.certain, planned.layouts, spec, taps.anatomy.model)
+        check_memory(recorder.certain, planned.layouts, spec.dtype or compute_dtype(taps.anatomy.model))
         return planned
 
     @property
@@ -153,10 +153,3 @@ class Tokens:
         self._done += count
         if self._progress is not None:
             self._progress(self._done, self._total)
-
-
-def token_texts(tokenizer: Any) -> Callable[[Sequence[int]], list[str]] | None:
-    """Ids → the text of each alone, special tokens shown."""
-    if tokenizer is None:
-        return None
-    return lambda ids: tokenizer.batch_decode([[token] for token in ids])

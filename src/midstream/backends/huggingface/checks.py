@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from midstream.core.capture import CaptureSpec
-from midstream.core.errors import CaptureError, PromptError, spec_error
+from midstream.core.errors import PromptError, spec_error
 from midstream.core.generation import GenerationParams
 from midstream.core.prompts import PreparedPrompt
-from midstream.core.select import SelectSpec
-from midstream.core.sites import Site, SiteLayout
 from midstream.taps.locate import text_config
 
-from .facts import compute_dtype, context_length
+from .facts import context_length
 from .forward import rotary_boundary
 
 _OURS: Final = frozenset({
@@ -66,26 +62,3 @@ def _check_multimodal(model: Any, index: int, data: Mapping[str, Any]) -> None:
     for name, value in data.items():
         if not isinstance(value, torch.Tensor):
             raise PromptError(f"prompt {index}: {name} is a {type(value).__name__}: give a tensor")
-
-
-def check_memory(rows: int, layouts: Mapping[Site, Mapping[int, SiteLayout]], spec: CaptureSpec, model: Any) -> None:
-    """CaptureError when `rows` rows of every site and layer are more than this machine's memory."""
-    width = sum(layout.width for layers in layouts.values() for layout in layers.values())
-    needed = rows * width * getattr(torch, spec.dtype or compute_dtype(model)).itemsize
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > have:
-        raise CaptureError(
-            f"{rows} rows of {width} values are {needed / 2**30:.1f} GiB, and this machine has {have / 2**30:.1f}: "
-            "choose fewer rows or layers, or fewer prompts a call"
-        )
-
-
-def each_select(
-    common: SelectSpec | None, each: Sequence[SelectSpec | None] | None, count: int
-) -> Sequence[SelectSpec | None]:
-    """One selection per prompt: its own, else the common one."""
-    if each is None:
-        return [common] * count
-    if len(each) != count:
-        raise spec_error("E_SELECTION", "per_prompt_rows", f"{len(each)} row selections for {count} prompts")
-    return [common if one is None else one for one in each]

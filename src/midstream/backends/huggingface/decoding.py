@@ -286,12 +286,3 @@ def eos_ids(model: Any) -> frozenset[int]:
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """`text`, which ended at a stop string, up to where that begins; earlier ones did not end it.
-
-    >>> cut_at_stop("one. two. three", [" two", "three"])
-    'one. two. '
-    """
-    return text[: max((text.rfind(word) for word in stop if word in text), default=len(text))]

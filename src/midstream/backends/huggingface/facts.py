@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from hashlib import sha256
 from typing import Any
 
 import torch
 
 from midstream.core.backend import ModelFacts
+from midstream.taps.fingerprint import fingerprint_of
 from midstream.taps.locate import text_config
-
-_SAMPLED = 32
-_VOLATILE = {"_name_or_path", "transformers_version", "_attn_implementation", "dtype", "torch_dtype"}
 
 
 def model_facts(model: Any, model_ref: str) -> ModelFacts:
@@ -30,6 +26,7 @@ def model_facts(model: Any, model_ref: str) -> ModelFacts:
         head_dim=head_dim,
         dtype=compute_dtype(model),
         context_length=context_length(model),
+        vocab_size=config.vocab_size,
     )
 
 
@@ -49,21 +46,5 @@ def context_length(model: Any) -> int | None:
 
 
 def fingerprint(model: Any) -> str:
-    """`sha256:` over the config, parameter names, shapes and dtypes, and sampled weight bytes.
-
-    A weight changed at a place that is not sampled goes unseen; the sample is 32 values spread over each tensor.
-    """
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
-    digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    sampled: dict[torch.device, list[torch.Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype}".encode())
-        flat = parameter.detach().reshape(-1)
-        if flat.device.type == "meta" or not flat.numel():
-            continue
-        places = torch.linspace(0, flat.numel() - 1, min(_SAMPLED, flat.numel()), dtype=torch.float64).long()
-        picked = flat[places.to(flat.device)].contiguous()
-        sampled.setdefault(flat.device, []).append(picked.view(torch.uint8))
-    for parts in sampled.values():  # one copy per device
-        digest.update(torch.cat(parts).cpu().numpy().tobytes())
-    return f"sha256:{digest.hexdigest()}"
+    """See taps.fingerprint: of the model's config and its parameters as they are now."""
+    return fingerprint_of(model.config, model.named_parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,16 +13,15 @@ from midstream.core.capture import CaptureReceipt
 from midstream.core.errors import MidstreamError, PromptError
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import OpReceipt, receipts_together
+from midstream.core.text import Decode, decoder, text_of
 from midstream.taps.locate import TapMap
 from midstream.taps.passes import Passes
 from midstream.taps.steerer import Steerer
 
-from .decoding import DECODE_BUDGET, LOGIT_BUDGET, DecodeLoop, Growing, Stopping, cut_at_stop, decode_batches, eos_ids
+from .decoding import DECODE_BUDGET, LOGIT_BUDGET, DecodeLoop, Growing, Stopping, decode_batches, eos_ids
 from .entries import hooked
 from .forward import Done, rotary_boundary, split_at
 from .jobs import Job
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def steerer_of(jobs: Sequence[Job], n: int = 1) -> Steerer | None:
@@ -123,22 +122,8 @@ def _completion(one: Growing, params: GenerationParams, decode: Decode | None) -
     return Completion(
         prompt_token_ids=one.prompt,
         token_ids=tuple(one.token_ids),
-        text=None if decode is None else text_of(one, params, decode),
+        text=None if decode is None else text_of(one.token_ids, one.finish_reason, params, decode),
         finish_reason=one.finish_reason,
         logprobs=None if params.logprobs is None else tuple(one.logprobs),
         prompt_logprobs=None if params.prompt_logprobs is None else tuple(one.prompt_logprobs),
     )
-
-
-def text_of(one: Growing, params: GenerationParams, decode: Decode) -> str:
-    """The text of a sequence, which ends before the stop string that ended it."""
-    text = decode(one.token_ids)
-    ended_by_text = one.finish_reason == "stop" and one.token_ids[-1] not in params.stop_token_ids
-    return cut_at_stop(text, params.stop) if ended_by_text else text
-
-
-def decoder(tokenizer: Any) -> Decode | None:
-    """Ids → text without special tokens."""
-    if tokenizer is None:
-        return None
-    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)

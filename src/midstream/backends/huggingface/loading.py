@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 
+from midstream.backends.bundled import SMOLLM2, smollm2_path
 from midstream.core.errors import ModelLoadError, choices, spec_error
-
-from .bundled import SMOLLM2, smollm2_path
+from midstream.taps.locate import caps_scores
 
 OPTIONS: Final = ("hf_model_kwargs", "device_map", "tokenizer_name_or_path", "trust_remote_code")
 _HUB: Final = ("revision", "code_revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download")
@@ -48,6 +48,8 @@ def load_pretrained(name: str, *, dtype: Any = "auto", device: str = "auto", **o
     try:
         config = transformers.AutoConfig.from_pretrained(source, **hub)
         auto = _auto_class(transformers, config)
+        if caps_scores(config):  # some versions of transformers choose an attention that leaves the cap out
+            kwargs.setdefault("attn_implementation", "eager")
         model, info = auto.from_pretrained(source, config=config, output_loading_info=True, **hub, **kwargs)
         if place is not None:
             model.to(place)

@@ -38,16 +38,6 @@ def _passed_on() -> set[str]:
     return set(TransformersKwargs.__optional_keys__ | TransformersKwargs.__required_keys__)
 
 
-def check_references(items: Sequence[ScoringItem]) -> int:
-    """The one length of all references; E_BAD_PARAM names the first that differs."""
-    lengths = [len(item.ref_output_ids) for item in items]
-    for index, length in enumerate(lengths):
-        if length != lengths[0]:
-            message = f"reference {index} has {length} tokens and reference 0 has {lengths[0]}: score them apart"
-            raise spec_error("E_BAD_PARAM", "references", message)
-    return lengths[0]
-
-
 def check_ids(model: Any, items: Sequence[ScoringItem]) -> None:
     """PromptError, naming the reference, for ids that the model has not."""
     vocabulary = text_config(model).vocab_size

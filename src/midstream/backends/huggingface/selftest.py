@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from midstream.core.errors import SelfTestError
 from midstream.core.sites import Site, SiteLayout
-from midstream.taps.locate import Anatomy, Tap, TapMap, locate, sublayer_pairs, text_config
+from midstream.taps.agreement import close, close_products
+from midstream.taps.locate import Anatomy, Tap, TapMap, caps_scores, locate, sublayer_pairs, text_config
 
 from .batchtest import batch_facts
 from .hooks import AttentionCall, attention_observed, heads_as_rows, on_tap
@@ -43,6 +44,11 @@ def examine(model: Any) -> TapMap:
     refused by name in the result.
     """
     anatomy = locate(model)
+    if caps_scores(model.config) and text_config(model)._attn_implementation == "sdpa":
+        message = (
+            "its attention scores have a soft cap, which sdpa leaves out: load it with attn_implementation='eager'"
+        )
+        raise SelfTestError(f"{type(model).__name__}: {message}")
     seen = _tiny_forward(anatomy)
     hidden = text_config(model).hidden_size
     taps: dict[Site, dict[int, Tap]] = {}
@@ -154,14 +160,6 @@ def _rows(seen: Seen, site: Site, layer: int, place: int = 0) -> Tensor | None:
     return rows if rows is not None and seen.calls[key] == 1 and len(rows) == SHAPE[0] * SHAPE[1] else None
 
 
-def _close(a: Tensor, b: Tensor, *parts: Tensor) -> bool:
-    """Equal, element by element, up to the rounding of a sum of `parts` (default: of `b` alone) in b's dtype."""
-    magnitude = torch.stack([part.double().abs() for part in parts or (b,)]).sum(0)
-    # elements that cancelled keep the rounding of what they were computed from: a thousandth of the row's own scale
-    bound = 2 * torch.finfo(b.dtype).eps * (magnitude + 1e-3 * magnitude.amax(-1, keepdim=True))
-    return a.shape == b.shape and bool(((a.double() - b.double()).abs() <= bound).all())
-
-
 def _check_stream(anatomy: Anatomy, seen: Seen, hidden: int) -> None:
     name = type(anatomy.model).__name__
     before: Tensor | None = None
@@ -182,7 +180,7 @@ def _check_stream(anatomy: Anatomy, seen: Seen, hidden: int) -> None:
         for module in anatomy.final:
             final = module(final)
     for what, arrived in (("output embedding", seen.head_input), ("end of the decoder", seen.last_hidden_state)):
-        if arrived is not None and not _close(final, arrived.reshape(-1, arrived.shape[-1])):
+        if arrived is not None and not close(final, arrived.reshape(-1, arrived.shape[-1])):
             raise SelfTestError(f"{name}: norm(resid_post[{layer}]) is not what reaches the {what}")
     if seen.head_input is None and seen.last_hidden_state is None:
         raise SelfTestError(f"{name} has neither an output embedding nor a last_hidden_state to check the stream by")
@@ -213,7 +211,7 @@ def _sum_holds(seen: Seen, layer: int, attn_place: int, mlp_place: int) -> bool:
     attn, mlp = _rows(seen, "attn_out", layer, attn_place), _rows(seen, "mlp_out", layer, mlp_place)
     if attn is None or mlp is None or attn.shape != pre.shape or mlp.shape != pre.shape:
         return False
-    return _close(pre.double() + attn.double() + mlp.double(), post, pre, attn, mlp)
+    return close(pre.double() + attn.double() + mlp.double(), post, pre, attn, mlp)
 
 
 def _keep_heads(
@@ -299,7 +297,7 @@ def _keep_routers(
             rows, inputs = _rows(seen, "router_logits", layer, place), seen.router_inputs.get((layer, place))
             logits = None if inputs is None else _gate(tap.module, inputs.reshape(-1, inputs.shape[-1]))
             known = rows is not None and rows.shape[1] in _expert_counts(anatomy)
-            if known and rows is not None and logits is not None and _close_logits(rows, logits):
+            if known and rows is not None and logits is not None and close_products(rows, logits):
                 taps.setdefault("router_logits", {})[layer] = tap
                 layouts.setdefault("router_logits", {})[layer] = SiteLayout(rows.shape[1])
                 break
@@ -312,12 +310,6 @@ def _expert_counts(anatomy: Anatomy) -> set[int]:
     """The numbers of experts that the config speaks of: a linear layer named gate need not be a router."""
     config = vars(text_config(anatomy.model))
     return {value for key, value in config.items() if "experts" in key and isinstance(value, int)}
-
-
-def _close_logits(rows: Tensor, logits: Tensor) -> bool:
-    """Equal up to the rounding of one matrix product, which a gate may do in another dtype than its weight's."""
-    error, scale = (rows.double() - logits.double()).norm(dim=-1), logits.double().norm(dim=-1)
-    return rows.shape == logits.shape and bool((error <= 16 * torch.finfo(logits.dtype).eps * scale).all())
 
 
 def _gate(module: nn.Module, inputs: Tensor) -> Tensor | None:

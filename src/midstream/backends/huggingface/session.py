@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Lock
@@ -16,8 +15,15 @@ from midstream.core.backend import ModelFacts, Progress
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import BusyError, SessionClosedError, spec_error
 from midstream.core.generation import Completion, GenerationParams
-from midstream.core.interventions import InterventionSpec, OpReceipt
-from midstream.core.items import GenerationItem, InterventionEntry, ScoringItem, StateEntry, specs_of
+from midstream.core.interventions import InterventionSpec, OpReceipt, warn_of_idle
+from midstream.core.items import (
+    GenerationItem,
+    InterventionEntry,
+    ScoringItem,
+    StateEntry,
+    check_references,
+    specs_of,
+)
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec
@@ -35,7 +41,7 @@ from .generating import completions, decode_jobs, decode_loop, growing, steerer_
 from .hooks import steered, tapped
 from .jobs import Job, Workshop, hooks_of
 from .own_generate import check_extra, generate_alone, steered_sites
-from .scoring import Scorer, check_ids, check_references
+from .scoring import Scorer, check_ids
 from .steertest import prove_steering
 from .streaming import chunks_of
 from .structured import Constrainer
@@ -144,7 +150,7 @@ class HuggingFaceSession:
                 grown = growing(jobs, params.n)
                 decode_jobs(self.taps, jobs, grown, decode_loop(self.taps, passes, params, self.tokenizer, done))
                 result = capturing.after_decoding(jobs, grown, passes)
-        _warn_of_idle_ops(result.outputs)
+        warn_of_idle(one.steering for one in result.outputs)
         return result
 
     # --- generate
@@ -177,7 +183,7 @@ class HuggingFaceSession:
             errors = decode_jobs(self.taps, jobs, grown, loop)
         receipts = steering_receipts(passes.steerer, grown)
         found = completions(grown, params, self.tokenizer, steering=receipts, errors=errors)
-        _warn_of_idle_ops(found)
+        warn_of_idle(one.steering for one in found)
         return found
 
     def stream(
@@ -211,11 +217,11 @@ class HuggingFaceSession:
             if capturing is None:
                 receipts = steering_receipts(loop.passes.steerer, grown)
                 found = completions(grown, loop.params, self.tokenizer, steering=receipts)
-                _warn_of_idle_ops(found)
+                warn_of_idle(one.steering for one in found)
                 yield Chunk(completion=found[0])
             else:
                 result = capturing.after_decoding([job], grown, loop.passes)
-                _warn_of_idle_ops(result.outputs)
+                warn_of_idle(one.steering for one in result.outputs)
                 yield Chunk(completion=result.outputs[0], capture=result)
 
     def _by_own_generate(self, jobs: Sequence[Job], params: GenerationParams) -> list[Completion]:
@@ -225,7 +231,7 @@ class HuggingFaceSession:
             for job, choices in zip(jobs, grown, strict=True):
                 receipts.append(generate_alone(self.taps, job, choices, params))
         found = completions(grown, params, self.tokenizer, steering=receipts)
-        _warn_of_idle_ops(found)
+        warn_of_idle(one.steering for one in found)
         return found
 
     # --- score
@@ -261,7 +267,7 @@ class HuggingFaceSession:
                 ([*job.prompt.token_ids, *ids[:-1]], len(job.prompt.token_ids))
                 for job, ids in zip(jobs, references, strict=True)
             ]
-            _warn_of_idle(passes.steerer.finish(consumed))
+            warn_of_idle(passes.steerer.finish(consumed))
         return scores
 
     # --- a caller's own loop
@@ -330,23 +336,6 @@ class HuggingFaceSession:
     def _next_call(self) -> int:
         self._calls += 1
         return self._calls - 1
-
-
-def _warn_of_idle_ops(outputs: Sequence[Completion]) -> None:
-    _warn_of_idle([output.steering for output in outputs])
-
-
-def _warn_of_idle(receipts: Sequence[Sequence[OpReceipt]]) -> None:
-    """Warn once of ops that selected no row of some request: legal, and seldom meant."""
-    idle = {
-        (one.op, one.kind)
-        for of in receipts
-        for one in of
-        if not one.skipped and not any(other.selected for other in of if other.op == one.op)
-    }
-    if idle:
-        names = ", ".join(f"op {place} ({kind})" for place, kind in sorted(idle))
-        warnings.warn(f"no row was selected by {names} of some request: nothing was steered there", stacklevel=4)
 
 
 _IN_USE: WeakKeyDictionary[Any, Lock] = WeakKeyDictionary()

@@ -6,7 +6,7 @@ in one padded batch, and of what is generated after them through the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import isfinite
@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from midstream.core.backend import Progress
+from midstream.core.backend import Progress, Session
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import CaptureError
 from midstream.core.generation import GenerationParams
@@ -24,9 +24,7 @@ from midstream.core.result import CaptureResult
 from midstream.core.sites import Site
 from midstream.taps.reference import reference
 
-from .capturing import site_layers
 from .selftest import examine
-from .session import HuggingFaceSession
 
 ACROSS: Final = 1e-4
 """float32: what a row's error may be. REF's attention is eager and a capture's is fused, so that the two are equal as
@@ -129,8 +127,10 @@ def _quantile(values: Tensor, quantile: float) -> float:
 
 
 def verify(
-    session: HuggingFaceSession,
+    session: Session,
     prompts: Sequence[PreparedPrompt],
+    model: Callable[[], Any],
+    layouts: Mapping[Site, Container[int]],
     *,
     sites: Sequence[Site] | None = None,
     layers: Sequence[int] | None = None,
@@ -140,23 +140,23 @@ def verify(
     """The parity of every site and layer (None: all that the model has), in the order of sites, then layers.
 
     The prompts are captured together with `max_tokens` tokens generated after each, and once more alone; REF reads
-    each sequence by itself. The 99th percentile means little below a thousand rows. A model that is not in
-    float32 is copied in float32 meanwhile. Raises as `session.capture` does, and CaptureError for rows that are
-    missing or labelled wrongly.
+    each sequence by itself. The 99th percentile means little below a thousand rows. model: gives the transformers
+    model that REF reads, once all is captured; one that is not in float32 is copied in float32 meanwhile. layouts: what
+    the session has, by site. Raises as `session.capture` does, and CaptureError for rows that are missing or labelled
+    wrongly.
     """
-    model: Any = session.model
-    taps = session.taps
-    having: list[Site] = [site for site, found in taps.layouts.items() if found and set(layers or ()) <= set(found)]
+    having: list[Site] = [site for site, found in layouts.items() if all(layer in found for layer in layers or ())]
     stream: tuple[Site, ...] = ("resid_post",)  # which has every layer: it names the range where a layer is absent
     wanted: tuple[Site, ...] = (*(sites or having or stream),)
     spec = CaptureSpec(sites=wanted, layers=None if layers is None else tuple(layers))
-    places = site_layers(taps, spec)
-    exact = model.dtype in (torch.float32, torch.float64)
-    oracle = taps if exact else examine(deepcopy(model).float())
     results = [
         session.capture(prompts, spec, params=GenerationParams(max_tokens=count, ignore_eos=True))
         for count in dict.fromkeys((max_tokens, 1))
     ]
+    places: dict[Site, tuple[int, ...]] = {site: tuple(found) for site, found in results[0].layouts.items()}
+    compared = model()
+    taps, exact = examine(compared), compared.dtype in (torch.float32, torch.float64)
+    oracle = taps if exact else examine(deepcopy(compared).float())
     found: dict[tuple[Site, int], list[RowErrors]] = {}
     done, total = 0, len(results[0].labels)
     for sample, prompt in enumerate(prompts):
