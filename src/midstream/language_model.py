@@ -36,12 +36,17 @@ def load(
 ) -> LanguageModel:
     """A model to read and steer: a folder, a hub id, `smollm2` (bundled), or a loaded transformers model.
 
-    dtype, device: of a model loaded here; `auto` takes the checkpoint's own, and a GPU where there is one. steering: a
-    spec for every call that gives none of its own. options: hf_model_kwargs, device_map, tokenizer_name_or_path,
-    trust_remote_code. Raises ModelLoadError when the model cannot be found or fails its self-test.
+    backend: `huggingface`, the model in this process, or `vllm`, an engine in this process. dtype, device: of a model
+    loaded here; `auto` takes the checkpoint's own, and a GPU where there is one. steering: a spec for every call that
+    gives none of its own. options: with huggingface hf_model_kwargs, device_map, tokenizer_name_or_path,
+    trust_remote_code; with vllm engine_kwargs (arguments of `vllm.LLM`), lora, checkpoint, graph_sites, row_bytes,
+    tokenizer_name_or_path, trust_remote_code. Raises ModelLoadError when the model cannot be found or fails its
+    self-test.
     """
+    if backend == "vllm":
+        return _on_vllm(model, dtype, device, tokenizer, steering, options)
     if backend != "huggingface":
-        raise spec_error("E_UNKNOWN_KIND", "backend", f"no backend {backend!r}; there is: huggingface")
+        raise spec_error("E_UNKNOWN_KIND", "backend", f"no backend {backend!r}; there are: huggingface, vllm")
     from .backends.huggingface.backend import HuggingFaceBackend
 
     if not isinstance(model, str) and not hasattr(model, "__fspath__"):
@@ -58,6 +63,19 @@ def load(
     given = {"dtype": str(dtype).removeprefix("torch."), "device": device, **options}
     spec = BackendSpec("huggingface", str(model), given)
     return LanguageModel(HuggingFaceBackend(spec, tokenizer), steering)
+
+
+def _on_vllm(
+    model: Any, dtype: Any, device: str, tokenizer: Any, steering: Any, options: dict[str, Any]
+) -> LanguageModel:
+    """A model on an engine that is booted here."""
+    from .backends.vllm.backend import VllmBackend
+
+    if not isinstance(model, str) and not hasattr(model, "__fspath__"):
+        message = f"a {type(model).__name__} cannot be served: vLLM loads the model itself, from a folder or a hub id"
+        raise ModelLoadError(message)
+    given = {"dtype": str(dtype).removeprefix("torch."), "device": device, **options}
+    return LanguageModel(VllmBackend(BackendSpec("vllm", str(model), given), tokenizer), steering)
 
 
 def _one_of(site: str | None, sites: Sequence[str] | None) -> Sequence[str]:

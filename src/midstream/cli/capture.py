@@ -80,6 +80,8 @@ def capture(
         str, typer.Option("--model-dtype", metavar="DTYPE", help="What the model computes in; auto is its own.")
     ] = "auto",
     device: options.Device = "auto",
+    backend: options.Backend = "huggingface",
+    engine: options.EngineOptions = None,
     json: options.Json = False,
 ) -> None:
     """Capture labelled activations of prompts.
@@ -99,7 +101,9 @@ def capture(
     from .model import opened
 
     with (
-        opened(model, dtype=model_dtype, device=device, dtype_option="--model-dtype") as lm,
+        opened(
+            model, dtype=model_dtype, device=device, backend=backend, engine=engine, dtype_option="--model-dtype"
+        ) as lm,
         sources_named(given),
         steering.named(),
     ):

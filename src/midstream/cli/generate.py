@@ -69,6 +69,8 @@ def generate(
     no_special_tokens: options.NoSpecialTokens = False,
     dtype: options.ModelDtype = "auto",
     device: options.Device = "auto",
+    backend: options.Backend = "huggingface",
+    engine: options.EngineOptions = None,
     out: options.JsonFile = None,
     json: options.Json = False,
 ) -> None:
@@ -92,7 +94,7 @@ def generate(
         job.check_stream(as_json=json)
     from .model import opened
 
-    with opened(model, dtype=dtype, device=device, dtype_option="--dtype") as lm:
+    with opened(model, dtype=dtype, device=device, backend=backend, engine=engine, dtype_option="--dtype") as lm:
         with sources_named(given), steering.named():
             done = job.stream(lm) if stream else job.run(lm)
         found = done.as_json(job, lm, out)

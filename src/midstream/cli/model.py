@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,19 +14,44 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened(name: str, *, dtype: str = "auto", device: str = "auto", dtype_option: str) -> Iterator[LanguageModel]:
+def opened(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    backend: str = "huggingface",
+    engine: str | None = None,
+    dtype_option: str,
+) -> Iterator[LanguageModel]:
     """The model `name`, closed at the end; libraries are silent meanwhile, and as talkative as before afterwards.
 
-    dtype_option: the option by which the command takes `dtype`, for the error. Raises as `ms.load` does.
+    engine: `engine_kwargs` of the backend vllm, in JSON. dtype_option: the option by which the command takes `dtype`,
+    for the error. Raises as `ms.load` does.
     """
     with _waiting(f"loading {name}"), _quiet():
         import midstream
         from midstream.backends.huggingface.loading import as_torch_dtype
 
         as_torch_dtype(dtype, dtype_option)
-        model = midstream.load(name, dtype=dtype, device=device)
+        options = {} if engine is None else {"engine_kwargs": _engine_kwargs(engine, backend)}
+        model = midstream.load(name, backend=backend, dtype=dtype, device=device, **options)
     with _quiet(), model:
         yield model
+
+
+def _engine_kwargs(text: str, backend: str) -> dict[str, Any]:
+    """The object of --engine; E_BAD_PARAM where it is none, or no engine is asked for."""
+    from midstream.core.errors import spec_error
+
+    if backend != "vllm":
+        raise spec_error("E_BAD_PARAM", "--engine", f"is for --backend vllm; this is {backend}")
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise spec_error("E_BAD_PARAM", "--engine", f"is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise spec_error("E_BAD_PARAM", "--engine", "is an object, e.g. '{\"max_model_len\": 4096}'")
+    return found
 
 
 def _waiting(words: str) -> AbstractContextManager[Any]:

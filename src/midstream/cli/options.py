@@ -19,6 +19,13 @@ Model = Annotated[
 Device = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:0, …; auto takes a GPU where there is one.")
 ]
+Backend = Annotated[
+    str, typer.Option("--backend", metavar="BACKEND", help="huggingface, the model in this process, or vllm.")
+]
+EngineOptions = Annotated[
+    str | None,
+    typer.Option("--engine", metavar="JSON", help="With --backend vllm: arguments of vllm.LLM, as one JSON object."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable object to stdout.")]
 Prompts = Annotated[
     list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; give it again for more.")

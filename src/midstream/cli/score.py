@@ -46,6 +46,8 @@ def score(
     no_special_tokens: options.NoSpecialTokens = False,
     dtype: options.ModelDtype = "auto",
     device: options.Device = "auto",
+    backend: options.Backend = "huggingface",
+    engine: options.EngineOptions = None,
     out: options.JsonFile = None,
     json: options.Json = False,
 ) -> None:
@@ -61,7 +63,7 @@ def score(
     options.check_out_file(out, example="scores.json")
     from .model import opened
 
-    with opened(model, dtype=dtype, device=device, dtype_option="--dtype") as lm:
+    with opened(model, dtype=dtype, device=device, backend=backend, engine=engine, dtype_option="--dtype") as lm:
         scored = _scored(lm, pairs, steering, add_special_tokens=not no_special_tokens)
         facts = lm.facts
         found = {

@@ -39,6 +39,8 @@ def verify(
         str, typer.Option("--dtype", metavar="DTYPE", help="What the model computes in; auto is its own.")
     ] = "auto",
     device: options.Device = "auto",
+    backend: options.Backend = "huggingface",
+    engine: options.EngineOptions = None,
     json: options.Json = False,
 ) -> None:
     """Check captured rows against a plain forward pass.
@@ -52,13 +54,16 @@ def verify(
     given = given_prompts(prompt, prompts) if prompt or prompts else []
     from .model import opened
 
-    with opened(model, dtype=dtype, device=device, dtype_option="--dtype") as lm, sources_named(given):
+    chosen = {"dtype": dtype, "device": device, "backend": backend, "engine": engine}
+    with opened(model, **chosen, dtype_option="--dtype") as lm, sources_named(given):
         from midstream.backends.huggingface.verify import verify as compare
 
-        session: Any = lm.session
         prepared = lm.prepare([one.prompt for one in given]) if given else _default_prompts(lm, max_tokens)
         with token_progress("verifying") as progress:
-            found = compare(session, prepared, sites=sites, layers=ids, max_tokens=max_tokens, progress=progress)
+            found = compare(
+                lm.session, prepared, lambda: _transformers_model(lm, model), _layouts(lm),
+                sites=sites, layers=ids, max_tokens=max_tokens, progress=progress,
+            )  # fmt: skip
         facts, refused = lm.facts, dict(lm.capabilities.refused)
     if json:
         rows = [asdict(one) | {"holds": one.holds} for one in found]
@@ -71,6 +76,21 @@ def verify(
     _conclude(found)
 
 
+def _transformers_model(lm: LanguageModel, name: str) -> Any:
+    """The model as transformers has it: that of the session, or, beside an engine, the same loaded here."""
+    if hasattr(lm.session, "model"):
+        return lm.session.model  # pyright: ignore[reportAttributeAccessIssue]
+    from midstream.backends.huggingface.loading import load_pretrained
+
+    return load_pretrained(name, dtype=lm.facts.dtype).model
+
+
+def _layouts(lm: LanguageModel) -> Any:
+    """Site → the layers at which the session can capture it."""
+    session: Any = lm.session
+    return session.taps.layouts if hasattr(session, "taps") else session.layouts
+
+
 def _default_prompts(lm: LanguageModel, max_tokens: int) -> list[PreparedPrompt]:
     """Texts of different lengths, or, without a tokenizer, ids spread over the vocabulary; cut to the context."""
     if lm.tokenizer is not None:
@@ -78,10 +98,7 @@ def _default_prompts(lm: LanguageModel, max_tokens: int) -> list[PreparedPrompt]
 
         prepared = lm.prepare(list(TEXTS))
     else:
-        from midstream.taps.locate import text_config
-
-        session: Any = lm.session
-        vocabulary = text_config(session.model).vocab_size
+        vocabulary = lm.facts.vocab_size
         lengths = (1, 5, 12, 200, 320)
         prepared = lm.prepare([[(7 + 31 * place * place) % vocabulary for place in range(count)] for count in lengths])
     context = lm.facts.context_length

@@ -1,0 +1,222 @@
+"""One call on an engine: its requests, run to their ends, and what each of them gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from midstream.core.capture import CaptureSpec
+from midstream.core.errors import CaptureError, MidstreamError, PromptError
+from midstream.core.generation import Completion, GenerationParams
+from midstream.core.interventions import OpReceipt, acts_on
+from midstream.core.text import Decode, text_of
+from midstream.taps.step import whole_sequence
+
+from .engine import Engine, Submitted, refusals
+from .jobs import Job
+from .rendering import finish_reason, prompt_logprobs, sampling_params, token_logprobs
+from .requests import EngineRequest
+from .rows import Collected, error_of
+
+
+def new_id() -> str:
+    """An id that no other request has."""
+    return uuid4().hex
+
+
+@dataclass(eq=False)
+class Request:
+    """One choice of one job, as the engine runs it. index: its place in the call."""
+
+    job: Job
+    index: int
+    choice: int
+    capture: CaptureSpec | None
+    first: int = 0
+    decided: Mapping[str, bool] | None = None
+    id: str = field(default_factory=new_id)
+    submitted: Submitted | None = None
+    output: Any = None
+    described: Mapping[str, Any] | None = None
+    counted: int = 0
+    error: MidstreamError | None = None
+
+    @property
+    def wishes(self) -> bool:
+        """Whether our plugin has to do with it."""
+        return self.capture is not None or self.job.spec is not None
+
+    def text(self, max_tokens: int) -> str | None:
+        """What travels with it to the plugin."""
+        if not self.wishes:
+            return None
+        length = len(self.job.ids)
+        return EngineRequest(
+            id=self.id,
+            prompt_len=len(self.job.prompt.token_ids),
+            max_len=length + max_tokens,
+            first=self.first,
+            capture=self.capture,
+            steering=self.job.spec,
+            decided=None if self.decided is None else dict(self.decided),
+        ).text()
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """The ids that were sampled."""
+        return () if self.output is None else tuple(self.output.outputs[0].token_ids)
+
+    @property
+    def consumed(self) -> tuple[int, ...]:
+        """The ids that the model has rows of."""
+        return (*self.job.ids, *self.generated[:-1])
+
+
+Settle = Callable[[Sequence[Request], Sequence[Collected]], Collection[str]]
+"""Takes requests that have ended, and what every rank says of them; gives the ids of those whose rows shall stay."""
+
+
+@dataclass(eq=False)
+class Call:
+    """Requests of one call on an engine. settle: called as requests with wishes end, while their rows are held."""
+
+    engine: Engine
+    params: GenerationParams
+    eos: frozenset[int]
+    requests: Sequence[Request]
+    settle: Settle
+    done: Callable[[int], None] = lambda _: None
+
+    def run(self) -> None:
+        """Run all of them to their ends."""
+        for _ in self.outputs():
+            pass
+
+    def outputs(self) -> Iterator[Request]:
+        """The same, giving each request whenever the engine has said more of it."""
+        waiting: dict[str, Request] = {}
+        with self.engine.one_call():
+            yield from self._run(waiting)
+
+    def _run(self, waiting: dict[str, Request]) -> Iterator[Request]:
+        try:
+            self._submit(waiting)
+            while waiting:
+                ended: list[Request] = []
+                for output in self.engine.step():
+                    request = waiting.get(output.request_id)
+                    if request is None:
+                        continue
+                    self._count(request, output)
+                    request.output = output
+                    if output.finished:
+                        del waiting[output.request_id]
+                        ended.append(request)
+                self._collect([one for one in ended if one.wishes])
+                yield from ended if len(self.requests) > 1 else self.requests
+        finally:
+            if waiting:  # interrupted
+                self.engine.abort([one.submitted for one in waiting.values() if one.submitted is not None])
+            if any(one.error is not None and one.job.spec is not None for one in self.requests):
+                # what a steer should have done is a part of its blocks' keys, and was not done to these
+                self.engine.llm.reset_prefix_cache()
+
+    def _submit(self, waiting: dict[str, Request]) -> None:
+        for request in self.requests:
+            job = request.job
+            prompt: dict[str, Any] = {"prompt_token_ids": list(job.ids)}
+            if job.prompt.cache_salt is not None:
+                prompt["cache_salt"] = job.prompt.cache_salt
+            text = request.text(self.params.max_tokens)
+            try:
+                params = sampling_params(
+                    self.params,
+                    seed=job.seeds[request.choice],
+                    eos=self.eos if job.constraint is None else self.eos | self.engine.eos,
+                    constraint=job.constraint,
+                    text=text,
+                )
+                request.submitted = self.engine.submit(request.id, prompt, params)
+            except refusals() as error:
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                raise PromptError(f"prompt {request.index}: vLLM refuses it: {said[0]:.200}") from error
+            waiting[request.submitted.engine_id] = request
+
+    def _count(self, request: Request, output: Any) -> None:
+        count = len(output.outputs[0].token_ids)  # vLLM's own list, which grows
+        self.done(count - request.counted + (0 if request.output is not None else len(request.job.ids)))
+        request.counted = count
+
+    def _collect(self, ended: Sequence[Request]) -> None:
+        if not ended:
+            return
+        ids = [one.id for one in ended]
+        parts = [Collected.read(data) for data in self.engine.call("collect", ids)]
+        for place, request in enumerate(ended):
+            request.described = parts[0].described[place]
+            errors = [error for part in parts if (error := error_of(part.described[place])) is not None]
+            request.error = errors[0] if errors else None
+        failed = {place for place, request in enumerate(ended) if request.error is not None}
+        kept: Collection[str] = ()
+        try:
+            kept = self.settle(ended, [part.without(failed) for part in parts] if failed else parts)
+        finally:
+            if gone := [one for one in ids if one not in kept]:
+                self.engine.call("release", gone)
+
+
+def completion_of(request: Request, params: GenerationParams, decode: Decode | None) -> Completion:
+    """What one request gave."""
+    output = request.output.outputs[0]
+    ids = request.generated
+    try:
+        reason = finish_reason(output, params)
+    except CaptureError as error:
+        reason, request.error = None, request.error or error
+    return Completion(
+        prompt_token_ids=tuple(request.job.prompt.token_ids),
+        token_ids=ids,
+        text=None if decode is None else text_of(ids, reason, params, decode),
+        finish_reason=reason,
+        logprobs=token_logprobs(output.logprobs, ids, params.logprobs),
+        prompt_logprobs=prompt_logprobs(request.output.prompt_logprobs, request.job.ids, params.prompt_logprobs),
+        error=request.error,
+    )
+
+
+def steering_receipts(request: Request) -> tuple[OpReceipt, ...]:
+    """What each op did to the rows that are this request's own; CaptureError when a selected row was not steered.
+
+    Rows before `cached` came from the prefix cache, where they stand as the same ops left them. A choice after the
+    first counts no prompt row, and a score not the row of its last token: nothing is read from it.
+    """
+    if request.job.spec is None or request.error is not None or request.described is None:
+        return ()
+    rows = whole_sequence(request.consumed, len(request.job.prompt.token_ids))
+    reused = rows.position < int(request.described["cached"])
+    own = np.ones(len(rows), dtype=np.bool_)
+    if request.choice:
+        own &= rows.position >= rows.prompt_len
+    if request.job.reference:
+        own &= rows.position < len(request.job.ids) - 1
+    tally = {(line[0], line[3]): line for line in request.described["steering"]}
+    found: list[OpReceipt] = []
+    for bound in request.job.ops:
+        for layer in bound.op.layers:
+            *_, computed, relative, skipped = tally[bound.place, layer]
+            selected = acts_on(bound.op, rows, layer if bound.op.gate is not None else None)
+            if skipped:
+                selected &= False
+            elif computed < int((selected & ~reused).sum()):
+                what = f"op {bound.place} ({bound.op.kind}) at layer {layer}"
+                due = int((selected & ~reused).sum())
+                raise CaptureError(f"request {request.index}, {what}: {due} rows were due, and {computed} steered")
+            selected &= own
+            counts = (int(selected.sum()), int((selected & ~reused).sum()), int((selected & reused).sum()))
+            at = (bound.place, bound.op.kind, bound.op.site, layer)
+            found.append(OpReceipt(*at, *counts, relative=relative, skipped=skipped))
+    return tuple(found)

@@ -1,0 +1,37 @@
+"""What a vLLM engine can do, and what it cannot by its nature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from midstream.core.backend import (
+    EVERYTHING,
+    BackendCapabilities,
+    Capability,
+    CaptureKinds,
+    ConstraintKinds,
+    InterventionKinds,
+)
+from midstream.core.generation import CONSTRAINT_KINDS
+from midstream.core.ops import KINDS, STEERED
+from midstream.core.sites import Site
+
+IN_PROCESS_ALONE: Final = ("function",)
+"""Kinds of ops that no engine takes: they are code. A patch is lowered before it is sent."""
+
+
+def engine_capabilities(
+    sites: tuple[Site, ...], refused: Mapping[Site, str], has_tokenizer: bool
+) -> BackendCapabilities:
+    """Of an engine whose model has these sites, and a tokenizer that constraints can be written in, or none."""
+    steered: tuple[Site, ...] = tuple(site for site in STEERED if site in sites)
+    atoms = EVERYTHING["vllm"] - (frozenset() if has_tokenizer else {Capability.GUIDED_DECODING})
+    return BackendCapabilities(
+        "vllm",
+        atoms,
+        CaptureKinds(sites),
+        InterventionKinds((*KINDS, "patch"), steered),
+        ConstraintKinds(CONSTRAINT_KINDS if has_tokenizer else ()),
+        refused=dict(refused),
+    )

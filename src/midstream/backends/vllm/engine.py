@@ -1,0 +1,279 @@
+"""One vLLM engine in this process: its boot, its requests, and the calls that our plugin answers in its workers."""
+
+# vLLM is in an environment of its own: type checkers do not see it
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+from uuid import uuid4
+
+import torch
+
+from midstream.core.errors import BusyError, ModelLoadError, SelfTestError
+from midstream.core.sites import Site, SiteLayout
+
+from .environment import boot_environment
+from .requests import KEY
+from .reuse import RowStore
+
+TESTED: Final = ((0, 29), (0, 33))
+"""The versions of vLLM that this code was written for: from the first, up to and without the second."""
+STAGED_BYTES: Final = 1 << 30
+"""Of artifacts that workers hold; past it they forget all, and are given again what is asked for."""
+_AT_BOOT: Final = (
+    ValueError, RuntimeError, OSError, TypeError, NotImplementedError, AssertionError, ImportError, KeyError,
+)  # fmt: skip
+_PROBE: Final = ((1, 3, 5), (2, 4, 6))
+"""Places in a vocabulary, in sixteenths, of the two prompts of the self-test."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the workers say of themselves: sites as the self-test found them, and the folders of each rank's rows."""
+
+    layouts: Mapping[Site, Mapping[int, SiteLayout]]
+    refused: Mapping[Site, str]
+    ranks: int
+    folders: Sequence[Path]
+    fingerprint: str
+    graph: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """One request on its way. id: ours. engine_id: vLLM's."""
+
+    id: str
+    engine_id: str
+
+
+@dataclass(eq=False)
+class Engine:
+    """A booted engine; `close` frees it."""
+
+    llm: Any
+    facts: EngineFacts
+    store: RowStore
+    lora: Any = None
+    _staged: dict[str, int] = field(default_factory=dict[str, int])
+    _busy: Lock = field(default_factory=Lock)
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """What its own tokenizer ends a text with, and so a grammar."""
+        tokenizer = self.llm.get_tokenizer() if self.has_tokenizer else None
+        found = getattr(tokenizer, "eos_token_id", None)
+        return frozenset() if found is None else frozenset([found])
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the engine itself can tell texts."""
+        return not self.llm.llm_engine.model_config.skip_tokenizer_init
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in."""
+        return str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has."""
+        return self.llm.llm_engine.model_config.get_vocab_size()
+
+    # --- our plugin
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """What each worker answers to one of our calls, in the order of their ranks."""
+        return self.llm.collective_rpc(f"midstream_{name}", args=args)
+
+    def stage(self, ids: Iterable[str], file_of: Callable[[str], bytes]) -> None:
+        """Hand tensors over that the workers have not yet, under their ids; file_of: the artifact's file."""
+        for artifact_id in ids:
+            if artifact_id in self._staged:
+                continue
+            data = file_of(artifact_id)
+            if sum(self._staged.values()) + len(data) > STAGED_BYTES:
+                self.call("unstage")
+                self._staged.clear()
+            self.call("stage", artifact_id, data)
+            self._staged[artifact_id] = len(data)
+
+    @contextmanager
+    def one_call(self) -> Generator[None]:
+        """With the engine for one call alone: the outputs of two would be mixed."""
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("this engine is busy with another call: exhaust or close its stream first")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    # --- requests
+
+    def submit(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> Submitted:
+        """Hand one request to the engine; ValueError where vLLM refuses it."""
+        engine_id = f"{KEY}-{request_id}"
+        self.llm.llm_engine.add_request(engine_id, dict(prompt), params, lora_request=self.lora)
+        return Submitted(request_id, engine_id)
+
+    def step(self) -> list[Any]:
+        """Run one step; what vLLM says of the requests that it was about."""
+        return self.llm.llm_engine.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some request has not finished."""
+        return self.llm.llm_engine.has_unfinished_requests()
+
+    def abort(self, submitted: Sequence[Submitted]) -> None:
+        """End requests in the middle; their rows are forgotten."""
+        self.llm.llm_engine.abort_request([one.engine_id for one in submitted])
+        self.call("release", [one.id for one in submitted])
+
+    def close(self) -> None:
+        """Free the engine and all that it holds in this process; idempotent."""
+        if self.llm is not None:
+            with suppress(*refusals(), RuntimeError):  # one that has died says nothing
+                self.call("close")
+            _shut_down(self.llm)
+            self.llm = None
+            _clean_up()
+
+
+def boot(model: str, options: Mapping[str, Any], settings: Mapping[str, Any], kept_bytes: int) -> Engine:
+    """Boot an engine and put it to the self-test; ModelLoadError where it cannot be, with vLLM's own words.
+
+    options: arguments of `vllm.LLM`. settings: what our plugin reads in `additional_config`. kept_bytes: of rows that
+    are kept for reuse.
+    """
+    vllm = _imported()
+    additional = {**(options.get("additional_config") or {}), KEY: dict(settings)}
+    lora = options.get("lora_request")
+    given = {name: value for name, value in options.items() if name != "lora_request"}
+    llm: Any = None
+    with _threads_kept():
+        try:
+            with boot_environment():
+                llm = vllm.LLM(model=model, **{**given, "additional_config": additional})
+            block = llm.llm_engine.vllm_config.cache_config.block_size
+            return Engine(llm, _examined(llm), RowStore(block, kept_bytes), lora)
+        except Exception as error:  # vLLM raises this very class, where a process of its own has failed
+            if llm is not None:
+                with suppress(*refusals(), RuntimeError, NotImplementedError):
+                    llm.collective_rpc("midstream_close")
+                _shut_down(llm)
+                llm = None
+            _clean_up()
+            if isinstance(error, ModelLoadError) or not (type(error) is Exception or isinstance(error, _AT_BOOT)):
+                raise
+            said = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+            raise ModelLoadError(f"vLLM cannot serve {model!r}: {_said(error, said)}") from error
+
+
+def _said(error: BaseException, lines: Sequence[str]) -> str:
+    """The line of an error that says what is wrong: pydantic's is its second."""
+    found = next((line.strip() for line in lines if "error, " in line.lower()), lines[0].strip())
+    return f"{found:.300}"
+
+
+def _imported() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        message = f"vLLM is not installed here ({error}): install it beside midstream, or use backend='huggingface'"
+        raise ModelLoadError(message) from None
+    version = str(vllm.__version__)
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if len(numbers) != 2 or not TESTED[0] <= numbers < TESTED[1]:
+        first, last = (".".join(map(str, one)) for one in TESTED)
+        raise ModelLoadError(f"vLLM {version} is not known here: install one from {first} to before {last}")
+    return vllm
+
+
+@contextmanager
+def _threads_kept() -> Generator[None]:
+    """vLLM on a CPU takes away the right to set torch's threads, and forgets to give it back."""
+    setter, count = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = setter
+        torch.set_num_threads(count)
+
+
+def _shut_down(llm: Any) -> None:
+    with suppress(AttributeError):  # one that failed half way lacks parts
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _clean_up() -> None:
+    """Free what an engine had in this process, once nobody holds it."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it refuses, or an engine that has died."""
+    try:
+        from vllm.exceptions import VLLMError
+    except ImportError:  # before it had a class for them
+        return (ValueError, TypeError)
+    return (ValueError, TypeError, VLLMError)
+
+
+def _examined(llm: Any) -> EngineFacts:
+    """Run the self-test: one pass over two prompts, seen by every tap; and one through the compiled graph."""
+
+    def call(name: str, *args: Any) -> list[Any]:
+        return llm.collective_rpc(f"midstream_{name}", args=args)
+
+    try:
+        described = [json.loads(one) for one in call("describe")]
+    except (NotImplementedError, AttributeError) as error:
+        message = "vLLM did not load our plugin: name `midstream` in VLLM_PLUGINS, or unset it"
+        raise ModelLoadError(message) from error
+    call("arm")
+    _run_probe(llm)
+    found = [json.loads(one) for one in call("examine")]
+    _raise_first(found)
+    if found[0]["compiled"] and described[0]["graph"]:
+        call("arm", True)
+        _run_probe(llm)
+        _raise_first([json.loads(one) for one in call("examine", True)])
+    layouts: dict[Site, dict[int, SiteLayout]] = {
+        site: {int(layer): SiteLayout(*one) for layer, one in layers.items()}
+        for site, layers in found[0]["layouts"].items()
+    }
+    folders = [Path(one["folder"]) for one in described]
+    return EngineFacts(
+        layouts, found[0]["refused"], found[0]["ranks"], folders, found[0]["fingerprint"],
+        frozenset(described[0]["graph"]),
+    )  # fmt: skip
+
+
+def _run_probe(llm: Any) -> None:
+    from vllm import SamplingParams
+
+    size = llm.llm_engine.model_config.get_vocab_size()
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, skip_reading_prefix_cache=True)
+    for places in _PROBE:
+        prompt = {"prompt_token_ids": [size * place // 16 for place in places]}
+        llm.llm_engine.add_request(f"{KEY}-probe-{uuid4().hex}", prompt, params)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def _raise_first(found: Sequence[Mapping[str, Any]]) -> None:
+    for one in found:
+        if one["error"] is not None:
+            raise SelfTestError(one["error"])

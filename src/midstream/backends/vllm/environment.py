@@ -1,0 +1,49 @@
+"""The environment in which an engine boots: set for the boot alone, and restored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+FORCED: Final[Mapping[str, str]] = {"VLLM_NO_USAGE_STATS": "1"}
+"""What an engine of ours is always booted with."""
+
+DEFAULTS: Final[Mapping[str, str]] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process; its tensor-parallel workers in others
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # draws other samples for one seed
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""What it is booted with unless the environment says otherwise."""
+
+PLUGIN: Final = "midstream"
+
+
+def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for an engine that is launched on its own, on top of `base` (default: this process's).
+
+    >>> made = serve_environment({"VLLM_PLUGINS": "mine", "VLLM_LOGGING_LEVEL": "INFO"})
+    >>> made["VLLM_PLUGINS"], made["VLLM_LOGGING_LEVEL"]
+    ('mine,midstream', 'INFO')
+    """
+    made = dict(os.environ if base is None else base)
+    for name, value in DEFAULTS.items():
+        made.setdefault(name, value)
+    made.update(FORCED)
+    allowed = made.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):  # unset: every plugin is loaded
+        made["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])
+    return made
+
+
+@contextmanager
+def boot_environment() -> Generator[None]:
+    """While open, this process has an engine's environment; afterwards the one that it had."""
+    before = dict(os.environ)
+    try:
+        os.environ.update(serve_environment(before))
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,64 @@
+"""The entry point `vllm.general_plugins`, and the two places of vLLM at which an engine that asks is given taps.
+
+vLLM calls `register` in every process. It wraps two methods: that of a worker which loads the model, so that layers
+are wrapped before the first trace, and the constructor of the scheduler, which has the prefix cache. Both look at the
+engine's own configuration first.
+"""
+
+# vLLM is in an environment of its own: type checkers do not see it
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..requests import KEY
+
+_DONE: Final = "_midstream"
+
+
+def settings_of(vllm_config: Any) -> dict[str, Any] | None:
+    """What an engine's `additional_config` says under our name; None in an engine that does not ask."""
+    given = getattr(vllm_config, "additional_config", None)
+    settings = given.get(KEY) if isinstance(given, dict) else None
+    return settings if isinstance(settings, dict) else None
+
+
+def register() -> None:
+    """Wrap both methods, once per process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_worker import Worker
+
+    _after(Worker, "load_model", _tap_worker)
+    _after(Scheduler, "__init__", _tap_scheduler)
+
+
+def _after(owner: Any, name: str, then: Callable[[Any], None]) -> None:
+    """Let a method of a class be followed by a call with its object."""
+    original = getattr(owner, name)
+    if hasattr(original, _DONE):
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if settings_of(self.vllm_config) is not None:
+            then(self)
+        return result
+
+    setattr(method, _DONE, True)
+    setattr(owner, name, method)
+
+
+def _tap_worker(worker: Any) -> None:
+    from .worker import attach
+
+    attach(worker)
+
+
+def _tap_scheduler(scheduler: Any) -> None:
+    from .prefix_cache import attach
+
+    attach(scheduler)

@@ -1,0 +1,332 @@
+"""The requests of one engine that have wishes, and the passes over their rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from torch import Tensor
+
+from midstream.core.binding import BoundOp, bind
+from midstream.core.errors import CaptureError, MidstreamError, SpecError
+from midstream.core.interventions import InterventionSpec, OpReceipt
+from midstream.core.sites import Site, layer_set
+from midstream.formats.artifacts import ArtifactRegistry
+from midstream.taps.segments import Column, Segments
+from midstream.taps.steerer import Steerer
+from midstream.taps.step import StepBatch
+from midstream.taps.stretches import Stretches
+from midstream.taps.tape import Tape, Taping
+
+from ..requests import EngineRequest, text_of
+from .examine import Examined
+from .places import Place
+from .streams import stream_at
+from .tap_op import CURRENT
+
+_SPECS: Final = 256
+"""Specs that are kept bound to the model."""
+_KEPT: Final = 4096
+"""Requests that ended and whose rows nobody has asked for; past these the oldest is forgotten."""
+_FAULTS: Final = (CaptureError, RuntimeError, ValueError, IndexError, TypeError, OSError)
+"""What a tap may raise in the middle of a pass: it fails the requests that have taps, never the engine."""
+
+
+@dataclass(eq=False)
+class Running:
+    """One request. engine_id: vLLM's own. cached: how many of its rows came from the prefix cache at its start."""
+
+    number: int
+    engine_id: str
+    wishes: EngineRequest
+    ops: tuple[BoundOp, ...]
+    prompt: Sequence[int]
+    cached: int
+    taped: bool
+    error: MidstreamError | None = None
+
+
+class RunningRequests:
+    """What is asked of one worker's passes, and what came of it."""
+
+    def __init__(self, examined: Examined, folder: Path, row_bytes: int, registry: ArtifactRegistry) -> None:
+        self.examined = examined
+        self.segments = Segments(folder, row_bytes)
+        self.registry = registry
+        self.number_of: dict[str, int] = {}
+        self._tape = Tape(self.segments)
+        self._steerer = Steerer()
+        self._requests: dict[int, Running] = {}
+        self._by_id: dict[str, int] = {}
+        self._free: list[int] = []
+        self._bound: dict[str, tuple[BoundOp, ...]] = {}
+        self._seen_at = Stretches()
+        self._seen = np.zeros(0, dtype=np.bool_)
+        self._steered: set[int] = set()
+        self._active: Mapping[int, Place] = {}
+        self._taping: set[tuple[Site, int]] = set()
+        self._steering: set[tuple[Site, int]] = set()
+        self._broken: Exception | None = None
+
+    # --- requests come and go
+
+    def scheduled(self, output: Any) -> None:
+        """A step is about to run: what vLLM's scheduler says of requests that begin and that have ended."""
+        for engine_id in output.finished_req_ids:
+            self._ended(engine_id)
+        for new in output.scheduled_new_reqs:
+            if (text := text_of(new.sampling_params)) is not None:
+                self._begins(new, text)
+        resumed = output.scheduled_cached_reqs
+        for engine_id, computed in zip(resumed.req_ids, resumed.num_computed_tokens, strict=True):
+            if engine_id in resumed.resumed_req_ids:
+                self._resumes(engine_id, computed)
+
+    def _resumes(self, engine_id: str, computed: int) -> None:
+        """A request that was preempted goes on, perhaps on blocks that another with the same keys has computed."""
+        number = self.number_of.get(engine_id)
+        if number is not None:
+            running = self._requests[number]
+            running.cached = max(running.cached, computed)
+
+    def _begins(self, new: Any, text: str) -> None:
+        engine_id, prompt, cached = new.req_id, new.prompt_token_ids, new.num_computed_tokens
+        try:
+            wishes = EngineRequest.read(text)
+        except SpecError:
+            return  # its id is not known either: whoever sent it finds no answer, and says so
+        if wishes.id in self._by_id:
+            # runner V2 is told of a preempted request again; another with the same id has no rows of its own
+            if self._requests[self._by_id[wishes.id]].engine_id == engine_id:
+                self._resumes(engine_id, cached)
+            return
+        number = self._free.pop() if self._free else len(self._requests)
+        running = Running(number, engine_id, wishes, (), prompt or (), cached, False)
+        self._requests[number] = running
+        self._by_id[wishes.id] = number
+        try:
+            if not prompt:
+                raise CaptureError("prompt embeddings have no token ids to label rows by")
+            if wishes.max_len < (needed := len(prompt) + (new.sampling_params.max_tokens or 0)):
+                raise CaptureError(f"max_len is {wishes.max_len}, and {needed} positions may come")
+            ops, columns = self._ops(wishes), self._columns(wishes)
+        except (MidstreamError, OSError) as error:
+            running.error = error if isinstance(error, MidstreamError) else CaptureError(str(error))
+            return
+        running.ops = ops
+        if columns:
+            select = wishes.capture.select if wishes.capture is not None else None
+            self._tape.admit(number, Taping(columns, select, wishes.max_len, wishes.first))
+            running.taped = True
+        if running.ops:
+            self._steerer.admit(number, running.ops, {int(at): of for at, of in (wishes.decided or {}).items()})
+            self._steered.add(number)
+            self._seen_at.admit(number, wishes.max_len)
+            if self._seen_at.size > len(self._seen):
+                self._seen = np.concatenate([self._seen, np.zeros(self._seen_at.size, dtype=np.bool_)])
+            self._seen[self._seen_at.of(number, wishes.max_len)] = False
+        if running.taped or running.ops:
+            self.number_of[engine_id] = number
+
+    def _ops(self, wishes: EngineRequest) -> tuple[BoundOp, ...]:
+        """The ops of a spec, bound once for all requests that have it."""
+        if wishes.steering is None:
+            return ()
+        spec: InterventionSpec = wishes.steering
+        if spec.digest not in self._bound:
+            if len(self._bound) >= _SPECS:
+                self._bound.pop(next(iter(self._bound)))
+            examined = self.examined
+            self._bound[spec.digest] = bind(spec, examined.whole_layouts, examined.refused, self.registry.get)
+        return self._bound[spec.digest]
+
+    def _columns(self, wishes: EngineRequest) -> tuple[Column, ...]:
+        """What this rank keeps of a request's rows; SpecError for a site or layer that the model has not."""
+        if wishes.capture is None:
+            return ()
+        dtype = getattr(torch, wishes.capture.dtype) if wishes.capture.dtype else None
+        found: list[Column] = []
+        for site in wishes.capture.sites:
+            layers = self.examined.layers_of(site)
+            for layer in layer_set(wishes.capture.layers, layers, "capture.layers", f"{site} of this model"):
+                if self.examined.keeps(site):
+                    width, own = self.examined.widths[site, layer]
+                    found.append(Column(site, layer, width, dtype or own))
+        return tuple(found)
+
+    def _ended(self, engine_id: str) -> None:
+        self.number_of.pop(engine_id, None)
+        if len(self._requests) > _KEPT:
+            running = set(self.number_of.values())
+            oldest = next((one for number, one in self._requests.items() if number not in running), None)
+            if oldest is not None:
+                self.release([oldest.wishes.id])
+
+    def _forget(self, running: Running, reader: str | None) -> None:
+        self.number_of.pop(running.engine_id, None)
+        if running.taped:
+            self._tape.dismiss(running.number, reader)
+        if running.ops:
+            self._steerer.dismiss(running.number)
+            self._steered.discard(running.number)
+            self._seen_at.dismiss(running.number)
+        del self._requests[running.number], self._by_id[running.wishes.id]
+        self._free.append(running.number)
+
+    def prompt_len(self, number: int) -> int:
+        """How many positions of a request are prompt."""
+        return self._requests[number].wishes.prompt_len
+
+    def prompt_of(self, number: int) -> Sequence[int]:
+        """The ids that a request began with."""
+        return self._requests[number].prompt
+
+    # --- a pass
+
+    @contextmanager
+    def passing(self, step: StepBatch, device: torch.device) -> Generator[None]:
+        """While open, a forward pass runs over these rows."""
+        self._broken = None
+        self._taping, self._steering = set(), set()
+        steered = step.take(np.isin(step.request, sorted(self._steered)))
+        try:
+            self._tape.begin(step, device)
+            if len(steered):
+                again = self._seen[self._seen_at.at(steered.request, steered.position)]
+                self._steerer.begin(replace(steered, again=again if again.any() else None), device)
+                self._steering = self._steerer.places
+            self._taping = self._tape.places
+        except _FAULTS as error:
+            self._broken, self._steering = error, set()
+        wanted = self._taping | self._steering
+        self._active = {self.examined.chosen[place].number: self.examined.chosen[place] for place in wanted}
+        if self._active:
+            CURRENT.taps = self
+        try:
+            yield
+            self._close(step, steered)
+        finally:
+            CURRENT.taps = None
+            self._active = {}
+
+    @property
+    def active_sites(self) -> set[Site]:
+        """The sites that the pass under way looks at or changes."""
+        return {place.site for place in self._active.values()}
+
+    def at(self, place: int, delta: Tensor, residual: Tensor | None) -> None:
+        """See tap_op."""
+        found = self._active.get(place)
+        if found is None:
+            return
+        where = (found.site, found.layer)
+        try:
+            if where in self._steering:
+                self._steerer.change(found.site, found.layer, stream_at(found, delta, residual, whole=True))
+            if where in self._taping:
+                self._tape.record(where, stream_at(found, delta, residual))
+        except _FAULTS as error:
+            self._broken, self._active = error, {}
+
+    def _close(self, step: StepBatch, steered: StepBatch) -> None:
+        """Note what failed in a pass: all that have taps, where a tap did; else one by one."""
+        if self._broken is None and len(steered):
+            try:
+                self._steerer.end()
+            except CaptureError as error:
+                if not self._steerer.ledger.failures:
+                    self._broken = error
+        if self._broken is not None:
+            said = str(self._broken).strip().splitlines() or [type(self._broken).__name__]
+            for number in np.unique(step.request).tolist():
+                self._fail(number, CaptureError(f"a tap failed in its pass: {said[-1]:.200}"))
+            self._steerer.fail(())
+        self._tape.end()
+        for number, message in self._steerer.ledger.failures.items():
+            self._fail(number, CaptureError(message))
+        self._steerer.ledger.failures.clear()
+        for number, error in self._tape.failures.items():
+            self._fail(number, error)
+        self._tape.failures.clear()
+        self._seen[self._seen_at.at(steered.request, steered.position)] = True
+
+    def _fail(self, number: int, error: MidstreamError) -> None:
+        running = self._requests.get(number)
+        if running is not None and running.error is None:
+            running.error = error
+
+    # --- what came of it
+
+    def collect(self, ids: Sequence[str]) -> bytes:
+        """Where the rows of some requests are, and what was done to them. The rows stay until `release`.
+
+        A safetensors file: request (place in `ids`), position, token_id, segment, row, overflowed, int64 `[rows]`;
+        metadata: `requests` and `segments`, in JSON.
+        """
+        columns: dict[str, list[Any]] = {
+            name: [] for name in ("request", "position", "token_id", "segment", "row", "overflowed")
+        }
+        described: list[dict[str, Any]] = []
+        used: set[int] = set()
+        for place, one in enumerate(ids):
+            number = self._by_id.get(one)
+            if number is None:
+                described.append({"id": one, "error": _plain_error(CaptureError("the engine does not know it"))})
+                continue
+            running = self._requests[number]
+            if running.taped:
+                taken = self._tape.taken(number)
+                for name in ("position", "token_id", "segment", "row", "overflowed"):
+                    columns[name].append(getattr(taken, name))
+                columns["request"].append(np.full(len(taken.position), place, dtype=np.int64))
+                used.update(np.unique(taken.segment).tolist())
+                if number in self._tape.failures:
+                    self._fail(number, self._tape.failures.pop(number))
+            tally = self._steerer.tally_of(number) if running.ops else []
+            described.append({
+                "id": one,
+                "cached": running.cached,
+                "steering": [_plain_receipt(receipt) for receipt in tally],
+                "decided": self._steerer.decided(number) if running.ops else {},
+                "error": None if running.error is None else _plain_error(running.error),
+            })  # fmt: skip
+        metadata = {
+            "requests": json.dumps(described),
+            "segments": json.dumps([self.segments[number].plain() for number in sorted(used)]),
+        }
+        for one in ids:
+            if one in self._by_id:
+                self._forget(self._requests[self._by_id[one]], reader=one)
+        empty = np.zeros(0, dtype=np.int64)
+        return save({name: np.concatenate([empty, *parts]) for name, parts in columns.items()}, metadata)
+
+    def release(self, ids: Sequence[str]) -> None:
+        """The rows of some requests have been read, or nobody will read them: their room is used again."""
+        for one in ids:
+            if (number := self._by_id.get(one)) is not None:
+                self._forget(self._requests[number], reader=None)
+            self._tape.release(one)
+
+    def close(self) -> None:
+        """Remove every file."""
+        self.segments.clear()
+
+
+def _plain_error(error: MidstreamError) -> dict[str, Any]:
+    """An error as JSON has it."""
+    if isinstance(error, SpecError):
+        return {"code": error.code, "path": error.path, "message": error.message}
+    return {"message": str(error)}
+
+
+def _plain_receipt(receipt: OpReceipt) -> list[Any]:
+    return [
+        receipt.op, receipt.kind, receipt.site, receipt.layer, receipt.computed, receipt.relative, receipt.skipped,
+    ]  # fmt: skip

@@ -1,0 +1,66 @@
+"""The custom op that stands at a boundary of a compiled graph, and the taps that are at work in this process.
+
+To a compiler the op is opaque and may change what it is given, so it stays in the graph, in its place. It finds what
+to do in `CURRENT`: a graph outlives the engine that traced it, so nothing of an engine may be in it but numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+
+class AtWork(Protocol):
+    """What handles the rows at a place."""
+
+    def at(self, place: int, delta: Tensor, residual: Tensor | None) -> None:
+        """The rows that stand at a place, which may be changed where they lie."""
+        ...
+
+
+class _Current:
+    """The taps of the forward pass under way in this process; None while nothing is asked of a pass."""
+
+    taps: AtWork | None = None
+
+
+CURRENT: Final = _Current()
+
+
+def _tap(delta: Tensor, place: int) -> None:
+    if CURRENT.taps is not None:
+        CURRENT.taps.at(place, delta, None)
+
+
+def _tap_fused(delta: Tensor, residual: Tensor, place: int) -> None:
+    if CURRENT.taps is not None:
+        CURRENT.taps.at(place, delta, residual)
+
+
+def _nothing(*_: Any) -> None:
+    """What a tracer sees of it."""
+
+
+_LIBRARY: Final = torch.library.Library("midstream", "FRAGMENT")
+for _schema, _body in (
+    ("tap(Tensor(a!) delta, int place) -> ()", _tap),
+    ("tap_fused(Tensor(a!) delta, Tensor(b!) residual, int place) -> ()", _tap_fused),
+):
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"midstream::{_name}", _nothing, lib=_LIBRARY)
+
+
+def touch(place: int, in_graph: bool, delta: Tensor, residual: Tensor | None) -> None:
+    """Show what stands at a place: by the op while a graph is traced, directly while it is not."""
+    if torch.compiler.is_compiling():
+        if in_graph:
+            if residual is None:
+                torch.ops.midstream.tap(delta, place)
+            else:
+                torch.ops.midstream.tap_fused(delta, residual, place)
+    elif CURRENT.taps is not None:
+        CURRENT.taps.at(place, delta, residual)
