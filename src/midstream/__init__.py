@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
     from .core.capture import Labels as Labels
     from .core.errors import BusyError as BusyError
     from .core.errors import CaptureError as CaptureError
+    from .core.errors import EngineError as EngineError
     from .core.errors import FileFormatError as FileFormatError
     from .core.errors import MidstreamError as MidstreamError
     from .core.errors import ModelLoadError as ModelLoadError
@@ -59,6 +60,7 @@ _HOMES = {
     "core.errors": (
         "BusyError",
         "CaptureError",
+        "EngineError",
         "FileFormatError",
         "MidstreamError",
         "ModelLoadError",

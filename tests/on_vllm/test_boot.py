@@ -119,3 +119,27 @@ def test_a_checkpoint_replaces_the_weights(
         torch.testing.assert_close(got.tensors[key], rows, atol=1e-3, rtol=1e-3)
     with pytest.raises(ModelLoadError, match="no checkpoint"):
         load(source, checkpoint=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("number", ["0.28.1", "0.33.0", "1.0"])
+def test_versions_that_are_not_known_are_refused(
+    source: Checkpoint, engines: Engines, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    import vllm
+
+    engines.close()
+    monkeypatch.setattr(vllm, "__version__", number)
+    with pytest.raises(ModelLoadError, match=f"vLLM {number} is not known here: install one from 0.29 to before 0.33"):
+        load(source)
+
+
+def test_a_plugin_that_is_not_allowed_is_named(
+    source: Checkpoint, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine whose workers have no taps, as where VLLM_PLUGINS leaves ours out."""
+    from midstream.backends.vllm.plugin import activation
+
+    engines.close()
+    monkeypatch.setattr(activation, "settings_of", lambda config: None)
+    with pytest.raises(ModelLoadError, match="VLLM_PLUGINS"):
+        load(source)

@@ -20,6 +20,7 @@ from midstream.core.capture import (
     as_storage_dtype,
 )
 from midstream.core.errors import SpecError, UnsupportedOperationError
+from midstream.core.generation import GenerationParams
 from midstream.core.select import SelectSpec
 from midstream.core.sites import SITES, layer_set
 
@@ -111,6 +112,13 @@ def test_json_schema(mode: Any) -> None:
     assert schema["additionalProperties"] is False
     assert set(schema["properties"]) == {"sites", "layers", "select", "dtype"}
     assert all(site in json.dumps(schema) for site in SITES)
+
+
+def test_bounds_in_a_json_schema_are_the_standards() -> None:
+    found = GenerationParams.model_json_schema()["properties"]
+    assert found["max_tokens"]["minimum"] == 1
+    assert {"exclusiveMinimum": 0, "maximum": 1, "type": "number"} in found["top_p"]["anyOf"]
+    assert "ge" not in str(found).split("'")
 
 
 def test_json_schema_of_a_select() -> None:

@@ -68,6 +68,10 @@ class CaptureError(MidstreamError):
     """Rows that were selected did not arrive, or a value could not be stored as asked."""
 
 
+class EngineError(MidstreamError, RuntimeError):
+    """An engine, or a process of it, has died: load the model again."""
+
+
 class FileFormatError(MidstreamError, ValueError):
     """A file that is not what its reader reads, or is damaged."""
 

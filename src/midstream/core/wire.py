@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from numbers import Real
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -53,6 +53,13 @@ class Wire(BaseModel):
             found.root = type(self).root
             raise found from None
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+        """The JSON Schema, whose words for bounds are the standard's (pydantic knows none past a validator)."""
+        found = handler(core_schema)
+        _standard_bounds(handler.resolve_ref_schema(found).get("properties", {}))
+        return found
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Only what is set."""
         return ((name, value) for name, value in super().__repr_args__() if value is not None)
@@ -72,6 +79,22 @@ class Wire(BaseModel):
             return cls.model_validate(dict(value))
         except ValidationError as error:
             raise first_error(error, cls, path) from None
+
+
+_BOUNDS: Final = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
+
+
+def _standard_bounds(part: Any) -> None:
+    """Rename pydantic's bounds in a part of a schema, in place."""
+    if isinstance(part, list):
+        for one in part:  # pyright: ignore[reportUnknownVariableType]
+            _standard_bounds(one)
+    elif is_mapping(part):
+        schema: Any = part
+        for name in [name for name in schema if name in _BOUNDS and not is_mapping(schema[name])]:
+            schema[_BOUNDS[name]] = schema.pop(name)
+        for one in list(schema.values()):
+            _standard_bounds(one)
 
 
 def first_error(error: ValidationError, model: type[Wire], root: str) -> SpecError:

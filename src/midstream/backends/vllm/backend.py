@@ -31,7 +31,7 @@ _OURS: Final = ("model", "additional_config", "speculative_config", "kv_transfer
 _RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM makes room for."""
 _NOT_YET: Final = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_prompt_embeds": 0, "enable_dbo": 0}
-GRAPH_SITES: Final[tuple[Site, ...]] = ()
+GRAPH_SITES: Final[tuple[Site, ...]] = ("resid_post",)
 """Sites whose taps stand in a compiled graph unless the caller says otherwise; steps that want others run eagerly."""
 
 

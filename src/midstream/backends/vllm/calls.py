@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -10,7 +11,7 @@ from uuid import uuid4
 import numpy as np
 
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import CaptureError, MidstreamError, PromptError
+from midstream.core.errors import CaptureError, EngineError, MidstreamError, PromptError
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import OpReceipt, acts_on
 from midstream.core.text import Decode, text_of
@@ -120,7 +121,8 @@ class Call:
                 yield from ended if len(self.requests) > 1 else self.requests
         finally:
             if waiting:  # interrupted
-                self.engine.abort([one.submitted for one in waiting.values() if one.submitted is not None])
+                with suppress(EngineError):
+                    self.engine.abort([one.submitted for one in waiting.values() if one.submitted is not None])
             if any(one.error is not None and one.job.spec is not None for one in self.requests):
                 # what a steer should have done is a part of its blocks' keys, and was not done to these
                 self.engine.llm.reset_prefix_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from midstream.core.backend import ModelFacts
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import CaptureError, MidstreamError
+from midstream.core.errors import CaptureError, EngineError, MidstreamError
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import receipts_together, warn_of_idle
 from midstream.core.result import CaptureResult
@@ -121,7 +122,8 @@ class Capturing:
         for request in self.requests:
             self._store.forget_promises(request.id)
         if dropped := self._store.evict():
-            self._engine.call("release", dropped)
+            with suppress(EngineError):  # what it held is gone with it
+                self._engine.call("release", dropped)
         self._segmented.forget_removed()
 
     def result(self, tokenizer: Any, facts: ModelFacts) -> CaptureResult:

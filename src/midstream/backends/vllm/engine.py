@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import torch
 
-from midstream.core.errors import BusyError, ModelLoadError, SelfTestError
+from midstream.core.errors import BusyError, EngineError, ModelLoadError, SelfTestError
 from midstream.core.sites import Site, SiteLayout
 
 from .environment import boot_environment
@@ -92,7 +92,8 @@ class Engine:
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """What each worker answers to one of our calls, in the order of their ranks."""
-        return self.llm.collective_rpc(f"midstream_{name}", args=args)
+        with _dying():
+            return self.llm.collective_rpc(f"midstream_{name}", args=args)
 
     def stage(self, ids: Iterable[str], file_of: Callable[[str], bytes]) -> None:
         """Hand tensors over that the workers have not yet, under their ids; file_of: the artifact's file."""
@@ -125,8 +126,9 @@ class Engine:
         return Submitted(request_id, engine_id)
 
     def step(self) -> list[Any]:
-        """Run one step; what vLLM says of the requests that it was about."""
-        return self.llm.llm_engine.step()
+        """Run one step; what vLLM says of the requests that it was about. EngineError when the engine has died."""
+        with _dying():
+            return self.llm.llm_engine.step()
 
     @property
     def busy(self) -> bool:
@@ -141,7 +143,7 @@ class Engine:
     def close(self) -> None:
         """Free the engine and all that it holds in this process; idempotent."""
         if self.llm is not None:
-            with suppress(*refusals(), RuntimeError):  # one that has died says nothing
+            with suppress(*refusals(), EngineError, RuntimeError):  # one that has died says nothing
                 self.call("close")
             _shut_down(self.llm)
             self.llm = None
@@ -207,6 +209,17 @@ def _threads_kept() -> Generator[None]:
     finally:
         torch.set_num_threads = setter
         torch.set_num_threads(count)
+
+
+@contextmanager
+def _dying() -> Generator[None]:
+    """What vLLM says of an engine whose process has gone, in our words."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineError("the vLLM engine has died, and its requests with it: close it, and load it again") from error
 
 
 def _shut_down(llm: Any) -> None:

@@ -61,10 +61,14 @@ class Examined:
 
 @dataclass(eq=False)
 class Probe:
-    """Looks at everything that one pass over `rows` rows shows. arrived: what the final norm left."""
+    """Looks at everything that one pass over `rows` rows shows.
+
+    arrived: what the final norm left, of the rows in `sampled`, None for all.
+    """
 
     places: Sequence[Place]
     rows: int
+    sampled: Tensor | None = None
     seen: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
     arrived: Tensor | None = None
 
@@ -134,7 +138,8 @@ class Examination:
             self._keep("resid_post", layer, *post, SiteLayout(hidden))
             before = rows
         assert before is not None
-        check_final(self._name, before, self._wrapped.final, self._probe.arrived)
+        last = before if self._probe.sampled is None else before[self._probe.sampled]
+        check_final(self._name, last, self._wrapped.final, self._probe.arrived)
 
     def _sublayers(self) -> None:
         layers = range(len(self._wrapped.blocks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +29,7 @@ from ..requests import EngineRequest, text_of
 from .examine import Examined
 from .places import Place
 from .streams import stream_at
-from .tap_op import CURRENT
+from .tap_op import at_work
 
 _SPECS: Final = 256
 """Specs that are kept bound to the model."""
@@ -207,13 +207,11 @@ class RunningRequests:
             self._broken, self._steering = error, set()
         wanted = self._taping | self._steering
         self._active = {self.examined.chosen[place].number: self.examined.chosen[place] for place in wanted}
-        if self._active:
-            CURRENT.taps = self
         try:
-            yield
+            with at_work(self) if self._active else nullcontext():
+                yield
             self._close(step, steered)
         finally:
-            CURRENT.taps = None
             self._active = {}
 
     @property

@@ -6,6 +6,8 @@ to do in `CURRENT`: a graph outlives the engine that traced it, so nothing of an
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
@@ -52,6 +54,16 @@ for _schema, _body in (
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"midstream::{_name}", _nothing, lib=_LIBRARY)
+
+
+@contextmanager
+def at_work(taps: AtWork) -> Generator[None]:
+    """While open, a forward pass of this process shows `taps` what stands at its places."""
+    CURRENT.taps = taps
+    try:
+        yield
+    finally:
+        CURRENT.taps = None
 
 
 def touch(place: int, in_graph: bool, delta: Tensor, residual: Tensor | None) -> None:

@@ -11,14 +11,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from midstream.core.errors import MidstreamError, SelfTestError
+from midstream.core.errors import MidstreamError, ModelLoadError, SelfTestError
 from midstream.core.sites import SITES, Site
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.fingerprint import fingerprint_of
@@ -28,7 +28,7 @@ from .activation import settings_of
 from .examine import Examination, Probe, check_final
 from .places import check_supported, wrap
 from .running import RunningRequests
-from .tap_op import CURRENT
+from .tap_op import at_work
 
 ROW_BYTES: Final = 8 << 30
 """What a worker's rows take at most, unless the engine's settings say otherwise."""
@@ -101,29 +101,37 @@ class WorkerTaps:
 
     def _follow_v2(self) -> None:
         """Runner V2 prepares its batch in one method and runs the model in another: taps are at work in between."""
+        if self._compiled:
+            message = "taps in the graphs of runner V2 have not been shown to be right: load with enforce_eager=True"
+            raise ModelLoadError(message)
         prepare, execute = self._runner.prepare_inputs, self._runner.execute_model
-        prepared: list[Any] = []
+        logits = self._model.compute_logits
+        open_ = ExitStack()
 
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
-            prepared.append(batch)
-            running = self._running
-            if running is not None and running.number_of:
-                size = batch.num_tokens_after_padding
+            if self._armed is not None:
+                self._armed = None
+                self._probe = Probe(self._wrapped.places, batch.num_tokens, batch.logits_indices)
+                open_.enter_context(at_work(self._probe))
+            elif self._running is not None and self._running.number_of:
+                running, size = self._running, batch.num_tokens_after_padding
                 step = rows_v2.step_batch(batch, size, running.number_of, running.prompt_len, running.prompt_of)
                 if len(step):
-                    prepared.append(running.passing(step, self._runner.device))
-                    prepared[-1].__enter__()
+                    open_.enter_context(running.passing(step, self._runner.device))
             return batch
 
         def execute_model(*args: Any, **kwargs: Any) -> Any:
-            prepared.clear()
-            result = execute(*args, **kwargs)
-            if len(prepared) == 2:
-                prepared[1].__exit__(None, None, None)
-            return result
+            with open_:
+                return execute(*args, **kwargs)
+
+        def compute_logits(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._probe is not None and self._probe.arrived is None:
+                self._probe.arrived = hidden_states.clone()
+            return logits(hidden_states, *args, **kwargs)
 
         self._runner.prepare_inputs, self._runner.execute_model = prepare_inputs, execute_model
+        self._model.compute_logits = compute_logits
 
     @contextmanager
     def _seen_by_taps(self, sites: set[Site]) -> Generator[None]:
@@ -144,11 +152,8 @@ class WorkerTaps:
         self._probe = Probe(self._wrapped.places, int(starts[self._runner.input_batch.num_reqs]))
         if self._compiled and armed == "eager":
             without_graph()
-        CURRENT.taps = self._probe
-        try:
+        with at_work(self._probe):
             output = forward(*args, **kwargs)
-        finally:
-            CURRENT.taps = None
         arrived = output[0] if isinstance(output, tuple) else output
         self._probe.arrived = arrived[: self._probe.rows].clone()
         return output
