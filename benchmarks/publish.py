@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from engine_tables import render_vllm
-from measure import Interval, Timing, median_interval, ratio
+from measure import Timing, median_interval, ratio
+from tables import error_of, met, shown, table
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "build" / "benchmarks"
@@ -58,10 +59,10 @@ def render_capture(figures: dict) -> str:
     runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
     parts = [
         _setting(figures),
-        "### Against the bare forward\n\n" + _table(_BOUND_HEAD, _bound_rows(figures, runs)),
-        "### Against what people do today\n\n" + _table(_TODAY_HEAD, _today_rows(figures, runs)),
+        "### Against the bare forward\n\n" + table(_BOUND_HEAD, _bound_rows(figures, runs)),
+        "### Against what people do today\n\n" + table(_TODAY_HEAD, _today_rows(figures, runs)),
         *_skipped(figures),
-        "### The same runs in absolute figures\n\n" + _table(_ABSOLUTE_HEAD, _absolute_rows(figures, runs)),
+        "### The same runs in absolute figures\n\n" + table(_ABSOLUTE_HEAD, _absolute_rows(figures, runs)),
     ]
     return "\n\n".join(parts)
 
@@ -79,8 +80,8 @@ def _setting(figures: dict) -> str:
         "*Wall* is time on the clock, *CPU* the seconds of all cores. *Row error* is "
         "‖row − reference‖ / ‖reference‖, median and 99th percentile over the rows of eight prompts; the "
         "reference is the plain model in float32, one prompt at a time, eager attention. The plain model "
-        f"in bfloat16, one prompt at a time, has {_error(figures, 'plain')} at block {_middle(figures)} and "
-        f"{_error(figures, 'plain all')} over all blocks."
+        f"in bfloat16, one prompt at a time, has {error_of(figures, 'plain')} at block {_middle(figures)} and "
+        f"{error_of(figures, 'plain all')} over all blocks."
     )
 
 
@@ -98,11 +99,11 @@ def _bound_rows(figures: dict, runs: Runs) -> list[tuple[str, ...]]:
             (
                 f"block {k}",
                 "time, of the bare forward of all blocks",
-                _shown(wall),
-                _shown(cpu),
+                shown(wall),
+                shown(cpu),
                 f"≤ {aim:.2f}",
-                _met(wall.stays_under(aim)),
-                _error(figures, f"midstream {k}"),
+                met(wall.stays_under(aim)),
+                error_of(figures, f"midstream {k}"),
             )
         )
     rows.append(_speed_row(figures, runs, f"all {depth} blocks", "midstream all", full, 0.85))
@@ -112,8 +113,8 @@ def _bound_rows(figures: dict, runs: Runs) -> list[tuple[str, ...]]:
 def _speed_row(figures: dict, runs: Runs, what: str, subject: str, bare: str, aim: float) -> tuple[str, ...]:
     wall, cpu = (ratio(runs[bare], runs[subject], clock) for clock in ("wall", "cpu"))
     figure = "speed, of the bare forward of the same blocks"
-    shown = (_shown(wall), _shown(cpu), f"≥ {aim:.2f}", _met(wall.reaches(aim)))
-    return (what, figure, *shown, _error(figures, subject))
+    cells = (shown(wall), shown(cpu), f"≥ {aim:.2f}", met(wall.reaches(aim)))
+    return (what, figure, *cells, error_of(figures, subject))
 
 
 def _memory_row(figures: dict) -> tuple[str, ...]:
@@ -123,7 +124,7 @@ def _memory_row(figures: dict) -> tuple[str, ...]:
         f"peak memory over the bare forward's ({bare['peak'] / 1e9:.2f} GB, model and one batch), "
         f"of the {capture['captured'] / 1e9:.2f} GB captured"
     )
-    return (f"all {figures['depth']} blocks", figure, f"{extra:.2f}", "", "≤ 1.20", _met(extra <= 1.2), "")
+    return (f"all {figures['depth']} blocks", figure, f"{extra:.2f}", "", "≤ 1.20", met(extra <= 1.2), "")
 
 
 _TODAY_HEAD = ("Tool", "How", "midstream's speed over it: wall", "CPU", "Aim", "Met", "Its row error")
@@ -137,14 +138,14 @@ def _today_rows(figures: dict, runs: Runs) -> list[tuple[str, ...]]:
         title = f"{name} {peer['versions'][name]} (transformers {peer['versions']['transformers']})"
         rows.append(_today_row(figures, runs, name, title, _mode(peer), 1.0))
     own = ("midstream", f"`lm.capture(prompts, layers=[{middle}])`", "", "", "", "")
-    return [*rows, (*own, _error(figures, f"midstream {middle}"))]
+    return [*rows, (*own, error_of(figures, f"midstream {middle}"))]
 
 
 def _today_row(figures: dict, runs: Runs, subject: str, title: str, how: str, aim: float) -> tuple[str, ...]:
     own = runs[f"midstream {_middle(figures)}"]
     wall, cpu = (ratio(runs[subject], own, clock) for clock in ("wall", "cpu"))
-    shown = (_shown(wall), _shown(cpu), f"≥ {aim:.1f}" if aim > 1 else "> 1", _met(wall.reaches(aim)))
-    return (title, how, *shown, _error(figures, subject))
+    cells = (shown(wall), shown(cpu), f"≥ {aim:.1f}" if aim > 1 else "> 1", met(wall.reaches(aim)))
+    return (title, how, *cells, error_of(figures, subject))
 
 
 def _mode(peer: dict) -> str:
@@ -171,8 +172,8 @@ def _absolute_rows(figures: dict, runs: Runs) -> list[tuple[str, ...]]:
         speed = median_interval([timing.rows / timing.wall for timing in timings])
         wall = median_interval([timing.wall for timing in timings])
         cpu = median_interval([timing.cpu for timing in timings])
-        shown = (f"{speed.median:,.0f} ({speed.low:,.0f} to {speed.high:,.0f})", _shown(wall), _shown(cpu))
-        rows.append((_title(name, figures), *shown, _error(figures, name)))
+        cells = (f"{speed.median:,.0f} ({speed.low:,.0f} to {speed.high:,.0f})", shown(wall), shown(cpu))
+        rows.append((_title(name, figures), *cells, error_of(figures, name)))
     return rows
 
 
@@ -196,15 +197,6 @@ def _alone(runs: Runs) -> list[int]:
     return [int(which) for which in names if which != "all"]
 
 
-def _shown(interval: Interval) -> str:
-    return f"{interval.median:.2f} ({interval.low:.2f} to {interval.high:.2f})"
-
-
-def _error(figures: dict, subject: str) -> str:
-    error = figures["errors"].get(subject)
-    return f"{error['median']:.4f} / {error['p99']:.4f}" if error else ""
-
-
 _GENERATE_HEAD = ("What", "Figure", "Wall", "CPU", "Aim", "Met")
 
 
@@ -222,7 +214,7 @@ def render_generate(figures: dict) -> str:
     ]
     wall, cpu = (ratio(runs["score one by one"], runs["score"], clock) for clock in ("wall", "cpu"))
     figure = "speed, of a loop over the items"
-    rows.append(("scoring", figure, _shown(wall), _shown(cpu), "≥ 3.0", _met(wall.reaches(3.0))))
+    rows.append(("scoring", figure, shown(wall), shown(cpu), "≥ 3.0", met(wall.reaches(3.0))))
     score = f"{checks['score_mean_difference']:+.4f}"
     words = (
         f"SmolLM2-135M in bfloat16; {settings['requests']} requests in one batch, prompts of 16 tokens and up, "
@@ -234,21 +226,12 @@ def render_generate(figures: dict) -> str:
         f"`model.generate`'s very tokens, and {checks['steered']:.0%} other ones when steered; batched scores differ "
         f"from the loop's by {score} in the mean (bfloat16 changes with the batch)."
     )
-    return f"{words}\n\n{_table(_GENERATE_HEAD, rows)}"
+    return f"{words}\n\n{table(_GENERATE_HEAD, rows)}"
 
 
 def _time_row(runs: Runs, what: str, figure: str, subject: str, base: str, aim: float) -> tuple[str, ...]:
     wall, cpu = (ratio(runs[subject], runs[base], clock) for clock in ("wall", "cpu"))
-    return (what, figure, _shown(wall), _shown(cpu), f"≤ {aim:.2f}", _met(wall.stays_under(aim)))
-
-
-def _met(reached: bool) -> str:
-    return "yes" if reached else "no"
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return (what, figure, shown(wall), shown(cpu), f"≤ {aim:.2f}", met(wall.stays_under(aim)))
 
 
 RENDERERS = {"capture": render_capture, "generate": render_generate, "vllm": render_vllm}

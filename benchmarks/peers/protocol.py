@@ -91,7 +91,7 @@ class Line:
         self.model_folder = Path(sys.argv[1])
         self.prompts: list[list[int]] = json.loads(Path(sys.argv[2]).read_text())
         torch.set_num_threads(int(sys.argv[3]))
-        self._answers = _stdout_for_answers_only()
+        self._answers = stdout_for_answers_only()
 
     def serve(self, distribution: str, modes: dict[str, Capture]) -> None:
         """Answer requests until there are no more. `modes` are the ways to do the work with this tool."""
@@ -112,7 +112,7 @@ class Line:
         self._answers.flush()
 
 
-def _stdout_for_answers_only() -> TextIO:
+def stdout_for_answers_only() -> TextIO:
     """Keep stdout for answers: what libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from protocol import stdout_for_answers_only
 from safetensors.torch import load_file, save_file
 
 NEW_TOKENS = 32
@@ -176,8 +177,7 @@ class Engine:
 
 def main() -> None:
     kind, mode, folder, prompts, threads = sys.argv[1:6]
-    answers = _stdout_for_answers_only()
-    sys.path.insert(0, str(Path(__file__).parent))
+    answers = stdout_for_answers_only()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(int(threads))
     engine = Engine(kind, mode == "compiled", Path(folder), json.loads(Path(prompts).read_text()))
@@ -203,13 +203,6 @@ def main() -> None:
 def _answer(answers: TextIO, answer: dict) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
-
-
-def _stdout_for_answers_only() -> TextIO:
-    """Keep stdout for answers: what libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return answers
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from .core.capture import CaptureSpec, as_storage_dtype
 from .core.errors import ModelLoadError, PartialBatchError, spec_error
 from .core.generation import Completion, GenerationParams
 from .core.interventions import InterventionSpec
-from .core.items import GenerationItem, InterventionEntry, ScoringItem
+from .core.items import GenerationItem, InterventionEntry, ScoringItem, steered_items
 from .core.narrow import is_mapping
 from .core.prompts import PreparedPrompt, prepare, prompt_list, reference_ids
 from .core.result import CaptureResult
@@ -270,7 +270,7 @@ class LanguageModel:
     def _items(self, prompts: Any, steering: Any, add_special_tokens: bool) -> list[GenerationItem]:
         prepared = self.prepare(prompts, add_special_tokens=add_special_tokens)
         specs = self._each_steering(steering, len(prepared))
-        return [GenerationItem(prompt, _entries(spec)) for prompt, spec in zip(prepared, specs, strict=True)]
+        return steered_items(prepared, specs)
 
     def _each_steering(self, steering: Any, count: int) -> list[InterventionSpec | None]:
         """One spec per prompt of what a caller gave for all of them, or for each."""

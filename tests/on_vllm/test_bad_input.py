@@ -29,7 +29,7 @@ def lm(source: Checkpoint, engines: Engines) -> ms.LanguageModel:
     ("given", "message"),
     [
         ({"layers": [7]}, "E_LAYER_RANGE at capture.layers"),
-        ({"site": "router_logits"}, "E_SITE at sites: this engine has no router_logits: it has no experts"),
+        ({"site": "router_logits"}, "E_SITE at sites: this model has no router_logits: it has no experts"),
         ({"rows": "prompt[a]"}, "E_SELECTION at rows"),
         ({"dtype": "int8"}, "E_BAD_PARAM at dtype"),
         ({"extra": {"num_beams": 2}}, "E_UNKNOWN_KIND at generation.extra"),

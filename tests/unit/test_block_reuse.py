@@ -14,7 +14,7 @@ from midstream.backends.vllm.block_keys import chain
 from midstream.backends.vllm.jobs import Job
 from midstream.backends.vllm.plugin.prefix_cache import hit_limit
 from midstream.backends.vllm.requests import EngineRequest
-from midstream.backends.vllm.reuse import RowStore, lines_of
+from midstream.backends.vllm.reuse import RowStore
 from midstream.backends.vllm.rows import Collected
 from midstream.core.capture import CaptureSpec
 from midstream.core.interventions import InterventionSpec
@@ -106,7 +106,7 @@ def test_rows_of_whole_blocks_are_found_again_until_they_are_evicted() -> None:
     again = store.look_up(job(list(range(9))), spec)
     assert (again.first, [start for _, start in again.blocks]) == (8, [0, 4])
     assert not store.has(again.blocks[0][0])
-    store.keep("one", lookup, [lines_of(collected(0, list(range(10))), 0)])
+    store.keep("one", lookup, [collected(0, list(range(10)))])
     assert store.evict() == []
     (lines,) = store.rows_of(again.blocks, np.array([1, 6]))
     assert lines[0].position.tolist() == [1, 6]

@@ -465,7 +465,14 @@ def test_ctrl_c_ends_with_130_and_one_line(model: Path, tmp_path: Path) -> None:
     prompts = jsonl(tmp_path / "p.jsonl", *[{"text": "x" * 200}] * 2000)
     line = [*MIDSTREAM, "capture", "-m", str(model), "--prompts", str(prompts), "--max-tokens", "50"]
     out = tmp_path / "a.safetensors"
-    process = subprocess.Popen([*line, "--out", str(out)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*line, "--out", str(out)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # a shell lets what it runs in the background ignore the signal, and the tests may be that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     time.sleep(4)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)

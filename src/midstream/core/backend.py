@@ -171,6 +171,34 @@ class ModelFacts:
     context_length: int | None
     vocab_size: int
 
+    @classmethod
+    def of(cls, config: Any, text: Any, **others: Any) -> ModelFacts:
+        """From a model's config, that of its text decoder, and what neither says."""
+        heads = text.num_attention_heads if hasattr(text, "num_attention_heads") else 1
+        own: dict[str, Any] = text.__dict__  # a config may refuse per-layer reads
+        return cls(
+            model_type=config.model_type,
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            num_attention_heads=heads,
+            head_dim=own.get("head_dim") or text.hidden_size // heads,
+            vocab_size=text.vocab_size,
+            **others,
+        )
+
+
+class Tokens:
+    """Counts settled tokens for a progress callback."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def add(self, count: int) -> None:
+        """Count tokens, and tell the callback."""
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
 
 class Session(Protocol):
     """One exclusive use of a backend's engine; use after `close` raises SessionClosedError."""

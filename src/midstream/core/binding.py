@@ -14,7 +14,7 @@ from .errors import SpecError, spec_error
 from .interventions import Function, InterventionSpec, Patch
 from .op import Op
 from .ops import Ablate, Affine, Clamp, LowRank, Rotate, Router
-from .sites import Site, SiteLayout, layer_set
+from .sites import Site, SiteLayout, layer_set, layers_at
 
 Layouts = Mapping[Site, Mapping[int, SiteLayout]]
 Fetch = Callable[[str, str], Artifact]
@@ -72,12 +72,9 @@ def _bind_op(place: int, op: Op, layouts: Layouts, refused: Mapping[Site, str], 
 def _layout_of(
     site: Site, layers: Sequence[int], layouts: Layouts, refused: Mapping[Site, str], path: str
 ) -> Mapping[int, SiteLayout]:
-    found = layouts.get(site)
-    if not found:
-        why = refused.get(site, "the architecture has none")
-        raise spec_error("E_SITE", f"{path}.site", f"this model has no {site}: {why}; it has: {', '.join(layouts)}")
-    layer_set(layers, tuple(found), f"{path}.layers", f"{site} of this model")
-    return found
+    available = layers_at(site, layouts, refused, f"{path}.site")
+    layer_set(layers, available, f"{path}.layers", f"{site} of this model")
+    return layouts[site]
 
 
 def _fetched(op: Op, fetch: Fetch, path: str) -> Op:

@@ -75,6 +75,20 @@ class GenerationParams(Wire):
         return self.top_p is None and self.top_k is None and self.seed is None
 
 
+def eos_ids(*holders: Any) -> frozenset[int]:
+    """Every EOS id of the first of some configs that names one.
+
+    >>> from types import SimpleNamespace
+    >>> sorted(eos_ids(None, SimpleNamespace(eos_token_id=[2, 5]), SimpleNamespace(eos_token_id=9)))
+    [2, 5]
+    """
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
 def derive_seed(seed: int | None, call: int, index: int, choice: int = 0) -> int | None:
     """The seed of one item's choice; `call` counts a session's calls, `index` the items of the call.
 

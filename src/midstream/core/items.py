@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import spec_error
+from .generation import GenerationParams, choice_seed, derive_seed
 from .interventions import InterventionSpec
 from .prompts import PreparedPrompt
 
@@ -87,3 +88,60 @@ def check_references(items: Sequence[ScoringItem]) -> int:
             message = f"reference {index} has {length} tokens and reference 0 has {lengths[0]}: score them apart"
             raise spec_error("E_BAD_PARAM", "references", message)
     return lengths[0]
+
+
+def item_seeds(items: Sequence[GenerationItem], params: GenerationParams, call: int) -> list[tuple[int | None, ...]]:
+    """The seeds of each item's choices: derived from the call's, unless an item has its own.
+
+    >>> items = [GenerationItem(PreparedPrompt((1,)), seed=seed) for seed in (None, 7)]
+    >>> item_seeds(items, GenerationParams(), call=0)
+    [(None,), (7,)]
+    """
+    own = any(item.seed is not None for item in items)
+    found: list[tuple[int | None, ...]] = []
+    for index, item in enumerate(items):
+        place = 0 if params.seed_scope == "dispatch" and not own else index
+        found.append(
+            tuple(
+                derive_seed(params.seed, call, place, choice) if item.seed is None else choice_seed(item.seed, choice)
+                for choice in range(params.n)
+            )
+        )
+    return found
+
+
+def steered_items(
+    prompts: Sequence[PreparedPrompt], steering: Sequence[InterventionSpec | None] | None
+) -> list[GenerationItem]:
+    """An item for each prompt, steered by the spec in its place."""
+    return [
+        GenerationItem(prompt, () if spec is None else (InterventionEntry(spec),))
+        for prompt, spec in zip(prompts, steering or [None] * len(prompts), strict=True)
+    ]
+
+
+def one_constraint(entries: Sequence[OutputEntry], params: GenerationParams) -> dict[str, Any] | None:
+    """The one constraint of an item or of its call; E_CONSTRAINT for several, and where nothing may end it."""
+    found = [entry.constraint for entry in entries if isinstance(entry, ConstraintEntry)]
+    found += [params.constraint] if params.constraint is not None else []
+    if len(found) > 1:
+        raise spec_error("E_CONSTRAINT", "output_entries", f"{len(found)} constraints on one item: give one")
+    if found and params.ignore_eos:
+        message = "ignore_eos with a constraint: past its end nothing but EOS may come"
+        raise spec_error("E_CONSTRAINT", "generation.ignore_eos", message)
+    return found[0] if found else None
+
+
+def check_scored(items: Sequence[ScoringItem], params: GenerationParams) -> None:
+    """Refuse parameters of sampling, which a score has none of, and constraints, which a reference does not obey."""
+    if (set_ := params.model_fields_set - {"extra"}) and params != GenerationParams(extra=params.extra):
+        name = sorted(set_)[0]
+        raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a score takes no {name}: it samples nothing")
+    for index, item in enumerate(items):
+        if any(isinstance(entry, ConstraintEntry) for entry in item.output_entries):
+            raise spec_error("E_CONSTRAINT", f"items[{index}].output_entries", "a score takes no constraint")
+
+
+def steering_path(index: int, count: int) -> str:
+    """Where the spec of an item stands, for an error: of one item, `steering`."""
+    return "steering" if count == 1 else f"steering[{index}]"

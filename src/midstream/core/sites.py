@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -85,6 +85,32 @@ def layer_ids(
             what = f"no layer {shown}" + ("" if is_int(layer) else ", which is no integer")
             raise spec_error("E_LAYER_RANGE", f"{path}[{place}]" if several else path, f"{what}; {exist}")
     return tuple(sorted({int(layer) for layer in given}))
+
+
+def layers_at(
+    site: Site,
+    layouts: Mapping[Site, Mapping[int, SiteLayout]],
+    refused: Mapping[Site, str],
+    path: str = "sites",
+) -> tuple[int, ...]:
+    """The layers at which a model has a site; E_SITE, with the reason, when there is none."""
+    if not layouts.get(site):
+        why, have = refused.get(site, "the architecture has none"), choices(tuple(layouts))
+        raise spec_error("E_SITE", path, f"this model has no {site}: {why}; it has: {have}")
+    return tuple(layouts[site])
+
+
+def site_layers(
+    sites: Sequence[Site],
+    layers: Any,
+    layouts: Mapping[Site, Mapping[int, SiteLayout]],
+    refused: Mapping[Site, str],
+) -> dict[Site, tuple[int, ...]]:
+    """Each site's layers, checked against a model: E_SITE and E_LAYER_RANGE name what there is."""
+    return {
+        site: layer_set(layers, layers_at(site, layouts, refused), "capture.layers", f"{site} of this model")
+        for site in sites
+    }
 
 
 def _span(available: Sequence[int]) -> str:

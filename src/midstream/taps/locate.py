@@ -7,14 +7,14 @@ the site by name when none does, so that an unknown architecture never gives wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from midstream.core.errors import ModelLoadError, choices, spec_error
+from midstream.core.errors import ModelLoadError
 from midstream.core.narrow import is_list
 from midstream.core.sites import Site, SiteLayout
 
@@ -148,7 +148,7 @@ def locate(model: Any) -> Anatomy:
         raise ModelLoadError(f"{model.config.model_type} is no decoder-only model: midstream reads decoders only")
     body, blocks = find_blocks(model, config.num_hidden_layers)
     family = FAMILIES.get(config.model_type)
-    final = _final(body, family.final if family else None)
+    final = final_modules(body, family.final if family else None)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     candidates: dict[Site, dict[int, tuple[Tap, ...]]] = {}
     attention: dict[int, nn.Module] = {}
@@ -195,7 +195,8 @@ def _module_lists(model: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]
                 yield parent, child
 
 
-def _final(body: nn.Module, names: tuple[str, ...] | None) -> tuple[nn.Module, ...]:
+def final_modules(body: nn.Module, names: tuple[str, ...] | None = None) -> tuple[nn.Module, ...]:
+    """What stands between the last block and the output embedding: the modules named, else the first that is found."""
     if names is not None:
         return tuple(module for name in names if (module := submodule(body, name)))
     return tuple(module for name in _FINAL if (module := submodule(body, name)))[:1]
@@ -247,7 +248,13 @@ def same_parts(anatomy: Anatomy, model: Any) -> bool:
     )
 
 
-def sublayer_pairs(candidates: Mapping[Site, Mapping[int, tuple[Tap, ...]]]) -> Iterator[tuple[int, int]]:
+def expert_counts(text: Any) -> set[int]:
+    """The numbers of experts that a text config speaks of: a linear layer named gate need not be a router."""
+    own: dict[str, Any] = text.__dict__
+    return {value for key, value in own.items() if "experts" in key and isinstance(value, int)}
+
+
+def sublayer_pairs(candidates: Mapping[Site, Mapping[int, Sequence[Any]]]) -> Iterator[tuple[int, int]]:
     """Which (attn_out, mlp_out) candidates to try together, by place in their lists, best first."""
 
     def places(site: Site) -> range:
@@ -276,11 +283,3 @@ class TapMap:
     def sites(self) -> dict[Site, tuple[int, ...]]:
         """Every site that can be captured, with its layers."""
         return {site: tuple(layouts) for site, layouts in self.layouts.items()}
-
-    def layers_of(self, site: Site) -> tuple[int, ...]:
-        """The layers at which `site` can be captured; E_SITE, with the reason, when there is none."""
-        if not self.layouts.get(site):
-            have = choices(tuple(self.layouts))
-            why = self.refused.get(site, "the architecture has none")
-            raise spec_error("E_SITE", "sites", f"this model has no {site}: {why}; it has: {have}")
-        return tuple(self.layouts[site])

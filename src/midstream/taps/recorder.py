@@ -23,7 +23,8 @@ from midstream.core.errors import CaptureError, MidstreamError
 from midstream.core.select import SelectSpec, resolve
 from midstream.core.sites import Site, SiteLayout
 
-from .step import Ints, StepBatch, whole_sequence
+from .step import Ints, StepBatch, check_fired, resolve_each, whole_sequence
+from .storage import stored
 from .stream import Index, index_of
 
 _ELSEWHERE: Final[tuple[Site, int]] = ("resid_post", -1)
@@ -137,7 +138,8 @@ class Recorder:
         chosen = slot != ABSENT
         decoded = chosen & (step.position >= step.prompt_len)
         if decoded.any():  # prompt rows were resolved when slots were planned
-            chosen[decoded] = self._resolve_decoded(step.take(decoded))
+            rows = step.take(decoded)
+            chosen[decoded] = resolve_each(self._specs, self._spec_of[rows.request], rows)
         source, target = step.row[chosen], slot[chosen]
         self._seen[target] = True
         self._token[target] = step.token_id[chosen]
@@ -149,24 +151,13 @@ class Recorder:
             self._reused[target] = step.again[chosen]
         self._passes.now = _Pass(step.size, index_of(source, device), index_of(target, torch.device("cpu")))
 
-    def _resolve_decoded(self, rows: StepBatch) -> NDArray[np.bool_]:
-        spec_of = self._spec_of[rows.request]
-        out = np.zeros(len(rows), dtype=np.bool_)
-        for place in np.unique(spec_of):
-            of = spec_of == place
-            out[of] = resolve(self._specs[int(place)], rows.take(of))
-        return out
-
     def record(self, site: Site, layer: int, values: Tensor) -> None:
         """Keep the selected rows of one tapped module's `values` `[..., width]`, whose leading axes are the rows."""
         now = self._passes.now
         if now is None:
             raise CaptureError(f"{site} at layer {layer} fired outside a pass")
         rows = values.detach().reshape(-1, values.shape[-1])
-        if len(rows) != now.rows or (site, layer) in now.fired:
-            what = "fired twice in one pass" if len(rows) == now.rows else f"has {len(rows)} rows, not {now.rows}"
-            raise CaptureError(f"{site} at layer {layer} {what}")
-        now.fired.add((site, layer))
+        check_fired(now.fired, (site, layer), len(rows), now.rows)
         source = now.source if isinstance(now.source, slice) else now.source.to(rows.device)
         picked = rows[source] if isinstance(source, slice) else rows.index_select(0, source)
         if not len(picked):
@@ -194,17 +185,14 @@ class Recorder:
     def _cast(self, picked: Tensor, key: tuple[Site, int], now: _Pass) -> Tensor:
         """To the storage type, on the device; what an integer cannot hold fails its own request."""
         assert self.dtype is not None
-        if not self.dtype.is_floating_point:
-            bound = 2.0 ** (31 if self.dtype == torch.int32 else 63)
-            wide = picked.float() if picked.itemsize < 4 else picked  # float16 cannot hold the bound
-            bad = ~((wide >= -bound) & (wide < bound)).all(1)  # NaN compares false
-            self._keep(now, self._unstorable.setdefault(key, torch.zeros(self.slots, dtype=torch.bool)), bad)
-            picked = torch.where(bad[:, None], 0, picked)
-        cast = picked.to(self.dtype)
-        if self.dtype == torch.float16:
-            over = (cast.isinf() & picked.isfinite()).sum(1, dtype=torch.int32)
-            self._keep(now, self._overflowed.setdefault(key, torch.zeros(self.slots, dtype=torch.int32)), over)
-        return cast
+        made = stored(picked, self.dtype)
+        if made.bad is not None:
+            none = torch.zeros(self.slots, dtype=torch.bool)
+            self._keep(now, self._unstorable.setdefault(key, none), made.bad)
+        if made.over is not None:
+            none = torch.zeros(self.slots, dtype=torch.int32)
+            self._keep(now, self._overflowed.setdefault(key, none), made.over)
+        return made.rows
 
     def count_overflows(self, step: StepBatch, counts: Ints) -> None:
         """Values of some rows that overflowed before they came here, `[owned]`."""

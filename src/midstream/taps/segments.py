@@ -56,9 +56,9 @@ class Column:
         return cls(site, layer, width, getattr(torch, dtype))
 
 
-def capacity_of(columns: Sequence[Column], at_least: int = 1) -> int:
+def capacity_of(columns: Sequence[Column]) -> int:
     """How many rows a segment of these columns has room for."""
-    return max(at_least, TARGET_BYTES // max(1, sum(column.row_bytes for column in columns)))
+    return max(1, TARGET_BYTES // max(1, sum(column.row_bytes for column in columns)))
 
 
 def mapped(file: Path, columns: Sequence[Column], capacity: int) -> dict[Place, Tensor]:
@@ -134,10 +134,10 @@ class Segments:
         """The numbers of those that hold rows."""
         return sorted(self._in_use)
 
-    def new(self, columns: Sequence[Column], at_least: int = 1) -> Segment:
+    def new(self, columns: Sequence[Column]) -> Segment:
         """An empty segment; CaptureError when there is no room for another."""
         columns = tuple(columns)
-        capacity = capacity_of(columns, at_least)
+        capacity = capacity_of(columns)
         fitting = next((one for one in self._free if (one.columns, one.capacity) == (columns, capacity)), None)
         if fitting is not None:  # its memory is there already, page by page
             self._free.remove(fitting)

@@ -20,7 +20,7 @@ from midstream.core.sites import Site
 from .evidence import Evidence, evidence_for, evidence_of
 from .groups import Change, changes_of
 from .ledger import Ledger
-from .step import StepBatch, whole_sequence
+from .step import StepBatch, check_fired, whole_sequence
 from .stream import Copied, Stream
 
 
@@ -112,11 +112,7 @@ class Steerer:
         """Change what stands in `stream` at a site and layer."""
         if self._step is None:
             raise CaptureError(f"{site} at layer {layer} fired outside a pass")
-        if stream.size != self._step.size or (site, layer) in self._fired:
-            size = self._step.size
-            what = "fired twice in one pass" if stream.size == size else f"has {stream.size} rows, not {size}"
-            raise CaptureError(f"{site} at layer {layer} {what}")
-        self._fired.add((site, layer))
+        check_fired(self._fired, (site, layer), stream.size, self._step.size)
         for work in self._work.get((site, layer), ()):
             if isinstance(work, Evidence):
                 work.read(layer, stream)

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from midstream.core.errors import CaptureError
+from midstream.core.select import SelectSpec, resolve
+from midstream.core.sites import Site
+
 Ints = NDArray[np.int64]
 
 
@@ -81,3 +85,20 @@ def step_of(runs: Sequence[Run], size: int) -> StepBatch:
 def whole_sequence(token_ids: Sequence[int], prompt_len: int, request: int = 0) -> StepBatch:
     """One whole sequence as one pass, `[tokens]`."""
     return step_of([Run(request, 0, 0, token_ids, prompt_len)], len(token_ids))
+
+
+def check_fired(fired: set[tuple[Site, int]], place: tuple[Site, int], size: int, expected: int) -> None:
+    """Note that a tap fired in a pass; CaptureError for one with other rows than the pass, or that fires again."""
+    if size != expected or place in fired:
+        what = "fired twice in one pass" if size == expected else f"has {size} rows, not {expected}"
+        raise CaptureError(f"{place[0]} at layer {place[1]} {what}")
+    fired.add(place)
+
+
+def resolve_each(specs: Sequence[SelectSpec | None], which: Ints, rows: StepBatch) -> NDArray[np.bool_]:
+    """Which rows are selected, `[rows]`, where each row has a spec of its own: `which`, `[rows]`, of `specs`."""
+    found = np.ones(len(which), dtype=np.bool_)
+    for place in np.unique(which):
+        of = which == place
+        found[of] = resolve(specs[int(place)], rows.take(of))
+    return found

@@ -6,20 +6,19 @@ not: its rows are put down in the order in which they come, and what each of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.core.errors import CaptureError, MidstreamError
-from midstream.core.select import SelectSpec, resolve
+from midstream.core.select import SelectSpec
 
 from .segments import Column, Place, Segment, Segments
-from .step import Ints, StepBatch
+from .step import Ints, StepBatch, check_fired, resolve_each
+from .storage import stored
 from .stream import Index, Stream, index_of
 from .stretches import Stretches
 
@@ -56,6 +55,7 @@ class _Group:
     """Requests with the same columns, and the segment that their next rows go to."""
 
     columns: tuple[Column, ...]
+    number: int
     members: int = 0
     segment: Segment | None = None
 
@@ -89,8 +89,7 @@ class Tape:
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self._tapings: dict[int, Taping] = {}
-        self._groups: dict[tuple[Column, ...], _Group] = {}
-        self._group_list: list[tuple[Column, ...]] = []
+        self._groups: dict[tuple[Column, ...], _Group] = {}  # in the order of their numbers in `_group_of`
         self._stretches = Stretches()
         self._slots = np.full(0, _NOWHERE, dtype=np.int64)
         self._tokens = np.zeros(0, dtype=np.int64)
@@ -118,13 +117,11 @@ class Tape:
             self._slots = np.concatenate([self._slots, more])
             self._tokens = np.concatenate([self._tokens, np.zeros_like(more)])
         self._slots[self._stretches.of(request, taping.length)] = _NOWHERE
-        if taping.columns not in self._groups:
-            self._groups[taping.columns] = _Group(taping.columns)
-            self._group_list.append(taping.columns)
-        self._groups[taping.columns].members += 1
+        group = self._groups.setdefault(taping.columns, _Group(taping.columns, len(self._groups)))
+        group.members += 1
         self._tapings[request] = taping
         self._first[request] = taping.first
-        self._group_of[request] = self._group_list.index(taping.columns)
+        self._group_of[request] = group.number
         self._select_of[request] = self._selects.setdefault(taping.select, len(self._selects))
 
     def _grow_requests(self, count: int) -> None:
@@ -197,27 +194,18 @@ class Tape:
         self._now = _Pass(step.size)
         if len(step) and int(step.request.max()) >= len(self._first):
             self._grow_requests(int(step.request.max()) + 1)
-        group_of = self._group_of[step.request]
+        group_of, groups = self._group_of[step.request], list(self._groups.values())
         for group in np.unique(group_of):
             if group < 0:
                 continue
             rows = step.take(group_of == group)
-            keep = self._selected(rows) & (rows.position >= self._first[rows.request])
-            rows = rows.take(keep)
+            selected = resolve_each(list(self._selects), self._select_of[rows.request], rows)
+            rows = rows.take(selected & (rows.position >= self._first[rows.request]))
             if len(rows):
                 try:
-                    self._plan(self._groups[self._group_list[int(group)]], rows, device)
+                    self._plan(groups[int(group)], rows, device)
                 except CaptureError as error:
                     self.failures.update(dict.fromkeys(np.unique(rows.request).tolist(), error))
-
-    def _selected(self, rows: StepBatch) -> NDArray[np.bool_]:
-        of, specs = self._select_of[rows.request], list(self._selects)
-        out = np.ones(len(rows), dtype=np.bool_)
-        for place in np.unique(of):
-            if (spec := specs[int(place)]) is not None:
-                mine = of == place
-                out[mine] = resolve(spec, rows.take(mine))
-        return out
 
     def _plan(self, group: _Group, rows: StepBatch, device: torch.device) -> None:
         """Give each row a slot, and note which go to which segment."""
@@ -262,10 +250,7 @@ class Tape:
         now = self._now
         if now is None:
             raise CaptureError(f"{place[0]} at layer {place[1]} fired outside a pass")
-        if stream.size != now.size or place in now.fired:
-            what = "fired twice in one pass" if stream.size == now.size else f"has {stream.size} rows, not {now.size}"
-            raise CaptureError(f"{place[0]} at layer {place[1]} {what}")
-        now.fired.add(place)
+        check_fired(now.fired, place, stream.size, now.size)
         for part in now.parts.get(place, ()):
             out = part.segment.tensors[place]
             if out.dtype == stream.dtype and out.device == stream.device and isinstance(part.target, slice):
@@ -274,24 +259,19 @@ class Tape:
             picked = stream.take(part.source)
             if picked.shape[1] != out.shape[1]:
                 raise CaptureError(f"{place[0]} at layer {place[1]} is {picked.shape[1]} wide, not {out.shape[1]}")
-            self._keep(now, part, out, picked if out.dtype == picked.dtype else self._cast(now, part, out, picked))
+            self._keep(now, part, out, picked if out.dtype == picked.dtype else self._cast(part, out, picked))
 
-    def _cast(self, now: _Pass, part: _Part, out: Tensor, picked: Tensor) -> Tensor:
+    def _cast(self, part: _Part, out: Tensor, picked: Tensor) -> Tensor:
         """To the storage type, on the device; what it cannot hold is counted, or fails its own request."""
         number, rows = part.segment.number, part.segment.capacity
-        if not out.dtype.is_floating_point:
-            bound = 2.0 ** (31 if out.dtype == torch.int32 else 63)
-            wide = picked.float() if picked.itemsize < 4 else picked  # float16 cannot hold the bound
-            bad = ~((wide >= -bound) & (wide < bound)).all(1)  # NaN compares false
-            self._merge(now, part, self._unstorable.setdefault(number, torch.zeros(rows, dtype=torch.bool)), bad)
-            picked = torch.where(bad[:, None], 0, picked)
-        cast = picked.to(out.dtype)
-        if out.dtype == torch.float16:
-            over = (cast.isinf() & picked.isfinite()).sum(1, dtype=torch.int32)
-            self._merge(now, part, self._overflowed.setdefault(number, torch.zeros(rows, dtype=torch.int32)), over)
-        return cast
+        made = stored(picked, out.dtype)
+        if made.bad is not None:
+            self._merge(part, self._unstorable.setdefault(number, torch.zeros(rows, dtype=torch.bool)), made.bad)
+        if made.over is not None:
+            self._merge(part, self._overflowed.setdefault(number, torch.zeros(rows, dtype=torch.int32)), made.over)
+        return made.rows
 
-    def _merge(self, now: _Pass, part: _Part, out: Tensor, found: Tensor) -> None:
+    def _merge(self, part: _Part, out: Tensor, found: Tensor) -> None:
         """Add to what other layers found of the same rows."""
         found = found.cpu()
         out[part.target] = out[part.target] | found if out.dtype == torch.bool else out[part.target] + found
@@ -325,15 +305,3 @@ class Tape:
             event.synchronize()
             for out, target, values in now.pending:
                 out[target] = values
-
-
-def columns_of(
-    sites: Mapping[str, Iterable[int]], layouts: Mapping[Place, tuple[int, torch.dtype]], dtype: torch.dtype | None
-) -> tuple[Column, ...]:
-    """The columns of a capture: site → layers, of a model that has rows so wide, and of what, at each place."""
-    found: list[Column] = []
-    for site, layers in sites.items():
-        for layer in layers:
-            width, own = layouts[site, layer]  # pyright: ignore[reportArgumentType]
-            found.append(Column(site, layer, width, dtype or own))  # pyright: ignore[reportArgumentType]
-    return tuple(found)

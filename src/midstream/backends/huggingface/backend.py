@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from midstream.backends.registered import Registered
 from midstream.core.backend import (
     EVERYTHING,
     BackendCapabilities,
@@ -20,7 +21,7 @@ from midstream.core.generation import CONSTRAINT_KINDS
 from midstream.core.interventions import IN_PROCESS
 from midstream.core.ops import KINDS, STEERED
 from midstream.core.sites import SITES, Site
-from midstream.formats.artifacts import ArtifactRegistry, default_registry
+from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.locate import TapMap, same_parts
 
 from .loading import load_pretrained
@@ -44,16 +45,15 @@ def _capabilities(
     )
 
 
-class HuggingFaceBackend:
+class HuggingFaceBackend(Registered):
     """One model in this process. Made by `HuggingFaceBackend(spec)`, which loads, or by `adopt`, which does not.
 
     The self-test runs when the first session is opened, and again when a provider gives another model.
     """
 
     def __init__(self, spec: BackendSpec, tokenizer: Any = None, registry: ArtifactRegistry | None = None) -> None:
+        super().__init__(registry)
         self.spec = spec
-        self.registry = registry or default_registry()
-        self._reported: set[str] = set()
         self._model_of: Callable[[], Any] | None = None
         self._tokenizer_of: Callable[[], Any] = lambda: None
         self._session: HuggingFaceSession | None = None
@@ -79,17 +79,6 @@ class HuggingFaceBackend:
         taps = self._examined()
         sites: tuple[Site, ...] = tuple(site for site in SITES if taps.layouts.get(site))
         return _capabilities(self.spec, sites, dict(taps.refused), constraints=self._tokenizer_of() is not None)
-
-    def stage_artifacts(self, payloads: Mapping[str, bytes]) -> None:
-        """Keep artifacts (id → the bytes of its file) in the registry; hashed again."""
-        for artifact_id, data in payloads.items():
-            self.registry.put_bytes(artifact_id, data)
-
-    def report_once(self, key: str) -> bool:
-        """Whether this is the first report under `key`: what would repeat is said once."""
-        first = key not in self._reported
-        self._reported.add(key)
-        return first
 
     def open_session(self) -> HuggingFaceSession:
         """The one session at a time; another is refused until it is closed."""

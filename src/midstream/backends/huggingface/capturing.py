@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from midstream.core.backend import Progress
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import MidstreamError
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import InterventionSpec
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec, each_select
-from midstream.core.sites import Site, SiteLayout, layer_set
+from midstream.core.sites import Site, SiteLayout, site_layers
 from midstream.core.text import token_texts
 from midstream.taps.locate import TapMap
 from midstream.taps.passes import Passes
@@ -59,7 +58,7 @@ class Capturing:
         tokenizer: Any,
     ) -> Capturing:
         """Plan a capture of `jobs`; raises what the model cannot give, before it runs."""
-        sites = site_layers(taps, spec)
+        sites = site_layers(spec.sites, spec.layers, taps.layouts, taps.refused)
         selects = each_select(spec.select, each, len(jobs))
         requests = [
             RecordedRequest(
@@ -132,24 +131,3 @@ class Capturing:
 def _described(job: Job) -> dict[str, Any] | None:
     """What was done to a job's rows, in JSON."""
     return InterventionSpec(ops=tuple(one.op for one in job.ops)).described() if job.ops else None
-
-
-def site_layers(taps: TapMap, spec: CaptureSpec) -> dict[Site, tuple[int, ...]]:
-    """Each site's layers, checked against the model: E_SITE and E_LAYER_RANGE name what there is."""
-    return {
-        site: layer_set(spec.layers, taps.layers_of(site), "capture.layers", f"{site} of this model")
-        for site in spec.sites
-    }
-
-
-class Tokens:
-    """Counts settled tokens for a progress callback."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-
-    def add(self, count: int) -> None:
-        """Count tokens, and tell the callback."""
-        self._done += count
-        if self._progress is not None:
-            self._progress(self._done, self._total)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from midstream.core.errors import MidstreamError, spec_error
-from midstream.core.generation import FinishReason, GenerationParams, TokenLogprob
+from midstream.core.generation import FinishReason, GenerationParams, TokenLogprob, eos_ids
 from midstream.taps.locate import TapMap
 from midstream.taps.passes import Passes
 from midstream.taps.step import Run, step_of
@@ -279,10 +279,6 @@ class DecodeLoop:
         return output[0] if isinstance(output, tuple) else output.logits
 
 
-def eos_ids(model: Any) -> frozenset[int]:
+def model_eos_ids(model: Any) -> frozenset[int]:
     """Every EOS id of the model's generation_config, else of its config."""
-    for holder in (getattr(model, "generation_config", None), model.config):
-        ids = getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
+    return eos_ids(getattr(model, "generation_config", None), model.config)

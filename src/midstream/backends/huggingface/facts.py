@@ -13,20 +13,13 @@ from midstream.taps.locate import text_config
 
 def model_facts(model: Any, model_ref: str) -> ModelFacts:
     """The facts of `model`, from its text config; a multimodal wrapper keeps its own model_type."""
-    config = text_config(model)
-    heads = config.num_attention_heads if hasattr(config, "num_attention_heads") else 1
-    head_dim = vars(config).get("head_dim") or config.hidden_size // heads  # a config may refuse per-layer reads
-    return ModelFacts(
+    return ModelFacts.of(
+        model.config,
+        text_config(model),
         model_ref=model_ref,
-        model_type=model.config.model_type,
         model_fingerprint=fingerprint(model),
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=heads,
-        head_dim=head_dim,
         dtype=compute_dtype(model),
         context_length=context_length(model),
-        vocab_size=config.vocab_size,
     )
 
 

@@ -18,7 +18,7 @@ from midstream.taps.locate import TapMap
 from midstream.taps.passes import Passes
 from midstream.taps.steerer import Steerer
 
-from .decoding import DECODE_BUDGET, LOGIT_BUDGET, DecodeLoop, Growing, Stopping, decode_batches, eos_ids
+from .decoding import DECODE_BUDGET, LOGIT_BUDGET, DecodeLoop, Growing, Stopping, decode_batches, model_eos_ids
 from .entries import hooked
 from .forward import Done, rotary_boundary, split_at
 from .jobs import Job
@@ -45,7 +45,9 @@ def growing(jobs: Sequence[Job], n: int) -> list[list[Growing]]:
 
 def decode_loop(taps: TapMap, passes: Passes, params: GenerationParams, tokenizer: Any, done: Done) -> DecodeLoop:
     """A loop that stops as the parameters and the model's EOS ids say."""
-    return DecodeLoop(taps, passes, params, Stopping(params, eos_ids(taps.anatomy.model), decoder(tokenizer)), done)
+    return DecodeLoop(
+        taps, passes, params, Stopping(params, model_eos_ids(taps.anatomy.model), decoder(tokenizer)), done
+    )
 
 
 def decode_jobs(taps: TapMap, jobs: Sequence[Job], grown: Sequence[list[Growing]], loop: DecodeLoop) -> dict[int, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from midstream.core.binding import BoundOp, bind
 from midstream.core.errors import spec_error
-from midstream.core.generation import GenerationParams, choice_seed, derive_seed
+from midstream.core.generation import GenerationParams
 from midstream.core.interventions import IN_PROCESS, InterventionSpec
 from midstream.core.items import (
     ConstraintEntry,
@@ -17,7 +17,10 @@ from midstream.core.items import (
     OutputEntry,
     ScoringItem,
     StackEntry,
+    item_seeds,
+    one_constraint,
     specs_of,
+    steering_path,
 )
 from midstream.core.prompts import PreparedPrompt
 from midstream.formats.artifacts import ArtifactRegistry
@@ -55,31 +58,25 @@ class Workshop:
 
     def generation_jobs(self, items: Sequence[GenerationItem], params: GenerationParams, call: int) -> list[Job]:
         """Jobs of items, in order; SpecError for what the model cannot do, with the item's path."""
-        own = any(item.seed is not None for item in items)
         jobs: list[Job] = []
-        for index, item in enumerate(items):
-            place = 0 if params.seed_scope == "dispatch" and not own else index
-            derived = [derive_seed(params.seed, call, place, choice) for choice in range(params.n)]
-            mine = None if item.seed is None else [choice_seed(item.seed, choice) for choice in range(params.n)]
+        for index, (item, seeds) in enumerate(zip(items, item_seeds(items, params, call), strict=True)):
             jobs.append(
                 Job(
                     item.prompt,
-                    self.ops(specs_of(item.state_entries), item.prompt, _path(index, len(items))),
+                    self.ops(specs_of(item.state_entries), item.prompt, steering_path(index, len(items))),
                     self._hooks(item),
-                    tuple(mine or derived),
+                    seeds,
                     self._shaping(item.output_entries, params),
                 )
             )
         return jobs
 
     def scoring_jobs(self, items: Sequence[ScoringItem]) -> list[Job]:
-        """Jobs of items to score; E_CONSTRAINT for a constraint, which a reference does not obey."""
+        """Jobs of items to score."""
         jobs: list[Job] = []
         for index, item in enumerate(items):
-            if any(isinstance(entry, ConstraintEntry) for entry in item.output_entries):
-                raise spec_error("E_CONSTRAINT", f"items[{index}].output_entries", "a score takes no constraint")
             ids = (*item.prompt.token_ids, *item.ref_output_ids)
-            ops = self.ops(specs_of(item.state_entries), item.prompt, _path(index, len(items)), ids)
+            ops = self.ops(specs_of(item.state_entries), item.prompt, steering_path(index, len(items)), ids)
             shaping = self._shaping(item.output_entries, GenerationParams())
             jobs.append(Job(item.prompt, ops, self._hooks(item), (None,), shaping))
         return jobs
@@ -107,19 +104,13 @@ class Workshop:
                 message = f"no output entry {type(entry).__name__}; there are: ConstraintEntry, StackEntry"
                 raise spec_error("E_UNKNOWN_KIND", "output_entries", message)
         stacks = [entry for entry in entries if isinstance(entry, StackEntry)]
-        constraints = [entry.constraint for entry in entries if isinstance(entry, ConstraintEntry)]
-        constraints += [params.constraint] if params.constraint is not None else []
-        if len(constraints) > 1:
-            raise spec_error("E_CONSTRAINT", "output_entries", f"{len(constraints)} constraints on one item: give one")
+        constraint = one_constraint(entries, params)
         processors = [one for entry in stacks for one in entry.logits_processors]
         criteria = [one for entry in stacks for one in entry.stopping_criteria]
-        if not constraints:
+        if constraint is None:
             return lambda: Shaping(processors, criteria)
-        if params.ignore_eos:
-            message = "ignore_eos with a constraint: past its end nothing but EOS may come"
-            raise spec_error("E_CONSTRAINT", "generation.ignore_eos", message)
         constrainer = self.constrainer()
-        compiled = constrainer.compile(constraints[0])
+        compiled = constrainer.compile(constraint)
         return lambda: Shaping(processors, criteria, constrainer.matcher(compiled))
 
 
@@ -130,7 +121,3 @@ def hooks_of(item: GenerationItem | ScoringItem) -> tuple[HookEntry, ...]:
             message = f"no state entry {type(entry).__name__}; there are: InterventionEntry, HookEntry"
             raise spec_error("E_UNKNOWN_KIND", "state_entries", message)
     return tuple(entry for entry in item.state_entries if isinstance(entry, HookEntry))
-
-
-def _path(index: int, count: int) -> str:
-    return "steering" if count == 1 else f"steering[{index}]"

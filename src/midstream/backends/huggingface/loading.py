@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError
 
 from midstream.backends.bundled import SMOLLM2, smollm2_path
+from midstream.backends.tokenizers import load_tokenizer
 from midstream.core.errors import ModelLoadError, choices, spec_error
 from midstream.taps.locate import caps_scores
 
 OPTIONS: Final = ("hf_model_kwargs", "device_map", "tokenizer_name_or_path", "trust_remote_code")
 _HUB: Final = ("revision", "code_revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download")
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def load_pretrained(name: str, *, dtype: Any = "auto", device: str = "auto", **o
         raise ModelLoadError(f"{name!r} lacks weights, which would be random: {missing[0]} ({len(missing)} in all)")
     model.eval()
     tokenizer_source = options.get("tokenizer_name_or_path")
-    return LoadedModel(model, _load_tokenizer(tokenizer_source or source, {} if tokenizer_source else hub))
+    return LoadedModel(model, load_tokenizer(tokenizer_source or source, **({} if tokenizer_source else hub)))
 
 
 def _one_device_map(device: str, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -124,16 +124,3 @@ def _device(device: str) -> str:
         why = str(error).splitlines()[0]
         raise spec_error("E_BAD_PARAM", "device", f"no device {device!r}; there is: {have} ({why:.100})") from None
     return device
-
-
-def _load_tokenizer(source: str, remote: dict[str, Any]) -> Any:
-    """The tokenizer of a folder or hub id; None for a folder that has no tokenizer file."""
-    from transformers import AutoTokenizer
-
-    path = Path(source)
-    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(source, **remote)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"cannot load the tokenizer of {source!r}: {str(error).splitlines()[0]:.200}") from error

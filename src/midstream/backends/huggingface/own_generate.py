@@ -16,7 +16,7 @@ from midstream.core.op import Op
 from midstream.core.sites import Site
 from midstream.taps.locate import TapMap
 
-from .decoding import Growing, Stopping, eos_ids
+from .decoding import Growing, Stopping, model_eos_ids
 from .entries import Follower, hooked
 from .forward import fresh_positions, input_device, moved
 from .jobs import Job
@@ -89,7 +89,7 @@ def generate_alone(
             **moved(model, job.prompt.multi_modal_data),
             **params.extra,
         )
-    stopping = Stopping(params, eos_ids(model), None)
+    stopping = Stopping(params, model_eos_ids(model), None)
     for one, row in zip(choices, output.tolist(), strict=True):
         one.shaping = Shaping()  # a caller's criteria have been asked
         _cut(one, row[len(job.prompt.token_ids) :], stopping)
@@ -119,7 +119,7 @@ def _neutral_config(model: Any, params: GenerationParams) -> Generator[None]:
     """With a generation_config of our parameters alone in the place of the model's, which is put back."""
     from transformers import GenerationConfig
 
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids(model))}
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else model_eos_ids(model))}
     config = GenerationConfig(
         max_new_tokens=params.max_tokens,
         min_new_tokens=params.min_tokens or None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from midstream.core.errors import SelfTestError
 from midstream.core.sites import Site, SiteLayout
 from midstream.taps.agreement import close, close_products
-from midstream.taps.locate import Anatomy, Tap, TapMap, caps_scores, locate, sublayer_pairs, text_config
+from midstream.taps.locate import Anatomy, Tap, TapMap, caps_scores, expert_counts, locate, sublayer_pairs, text_config
 
 from .batchtest import batch_facts
 from .hooks import AttentionCall, attention_observed, heads_as_rows, on_tap
@@ -296,7 +296,7 @@ def _keep_routers(
         for place, tap in enumerate(options):
             rows, inputs = _rows(seen, "router_logits", layer, place), seen.router_inputs.get((layer, place))
             logits = None if inputs is None else _gate(tap.module, inputs.reshape(-1, inputs.shape[-1]))
-            known = rows is not None and rows.shape[1] in _expert_counts(anatomy)
+            known = rows is not None and rows.shape[1] in expert_counts(text_config(anatomy.model))
             if known and rows is not None and logits is not None and close_products(rows, logits):
                 taps.setdefault("router_logits", {})[layer] = tap
                 layouts.setdefault("router_logits", {})[layer] = SiteLayout(rows.shape[1])
@@ -304,12 +304,6 @@ def _keep_routers(
     if "router_logits" not in layouts:
         found = "router_logits" in anatomy.candidates
         refused["router_logits"] = "its gate's output is not its logits" if found else "it has no experts"
-
-
-def _expert_counts(anatomy: Anatomy) -> set[int]:
-    """The numbers of experts that the config speaks of: a linear layer named gate need not be a router."""
-    config = vars(text_config(anatomy.model))
-    return {value for key, value in config.items() if "experts" in key and isinstance(value, int)}
 
 
 def _gate(module: nn.Module, inputs: Tensor) -> Tensor | None:

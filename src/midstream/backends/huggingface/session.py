@@ -11,18 +11,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from midstream.core.backend import ModelFacts, Progress
+from midstream.core.backend import ModelFacts, Progress, Tokens
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import BusyError, SessionClosedError, spec_error
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import InterventionSpec, OpReceipt, warn_of_idle
 from midstream.core.items import (
     GenerationItem,
-    InterventionEntry,
     ScoringItem,
     StateEntry,
     check_references,
+    check_scored,
     specs_of,
+    steered_items,
 )
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.result import CaptureResult
@@ -32,9 +33,9 @@ from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.locate import TapMap, text_config
 from midstream.taps.passes import Passes
 
-from .capturing import Capturing, Tokens, samples
+from .capturing import Capturing, samples
 from .checks import check_params, check_prompts
-from .decoding import eos_ids
+from .decoding import model_eos_ids
 from .entries import Follower, hooked
 from .facts import model_facts
 from .generating import completions, decode_jobs, decode_loop, growing, steerer_of, steering_receipts
@@ -135,11 +136,7 @@ class HuggingFaceSession:
             raise spec_error("E_BAD_PARAM", "prompts", "no prompts: a capture needs at least one")
         if params.extra:
             raise spec_error("E_UNKNOWN_KIND", "generation.extra", "a capture takes no extra: lm.generate does")
-        items = [
-            GenerationItem(prompt, () if of is None else (InterventionEntry(of),))
-            for prompt, of in zip(prompts, steering or [None] * len(prompts), strict=True)
-        ]
-        jobs = self._generation_jobs(items, params, call)
+        jobs = self._generation_jobs(steered_items(prompts, steering), params, call)
         capturing = Capturing.of(self.taps, spec, jobs, per_prompt_select, params, self._model_ref, self.tokenizer)
         passes = Passes(capturing.recorder, steerer_of(jobs, params.n))
         done = self._tokens(jobs, params if samples(params) else None, progress).add
@@ -246,9 +243,7 @@ class HuggingFaceSession:
         """
         self._open()
         params = params or GenerationParams()
-        if (set_ := params.model_fields_set - {"extra"}) and params != GenerationParams(extra=params.extra):
-            name = sorted(set_)[0]
-            raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a score takes no {name}: it samples nothing")
+        check_scored(items, params)
         if not items:
             return torch.empty((0, 0))
         length = check_references(items)
@@ -309,7 +304,7 @@ class HuggingFaceSession:
         """Grammars compiled for the tokenizer and the logits as they are now."""
         model, tokenizer = self.model, self.tokenizer
         if self._grammars is None or self._grammars[0] is not model or self._grammars[1] is not tokenizer:
-            made = Constrainer(tokenizer, text_config(model).vocab_size, eos_ids(model))
+            made = Constrainer(tokenizer, text_config(model).vocab_size, model_eos_ids(model))
             self._grammars = (model, tokenizer, made)
         return self._grammars[2]
 

@@ -12,10 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from midstream.backends.registered import Registered
+from midstream.backends.tokenizers import has_tokenizer, load_tokenizer
 from midstream.core.backend import BackendCapabilities, BackendSpec, ModelFacts
 from midstream.core.errors import BusyError, ModelLoadError, SessionClosedError, choices, spec_error
+from midstream.core.generation import eos_ids
 from midstream.core.sites import SITES, Site, as_site
-from midstream.formats.artifacts import ArtifactRegistry, default_registry
+from midstream.formats.artifacts import ArtifactRegistry
 
 from .capabilities import engine_capabilities
 from .engine import Engine, boot
@@ -26,7 +29,6 @@ OPTIONS: Final = (
     "dtype", "device", "engine_kwargs", "tokenizer_name_or_path", "trust_remote_code", "lora", "checkpoint",
     "graph_sites", "row_bytes", "kept_row_bytes",
 )  # fmt: skip
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _OURS: Final = ("model", "additional_config", "speculative_config", "kv_transfer_config")
 _RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM makes room for."""
@@ -35,19 +37,18 @@ GRAPH_SITES: Final[tuple[Site, ...]] = ("resid_post",)
 """Sites whose taps stand in a compiled graph unless the caller says otherwise; steps that want others run eagerly."""
 
 
-class VllmBackend:
+class VllmBackend(Registered):
     """Boots its engine when the first session is opened, and frees it at `release`."""
 
     def __init__(self, spec: BackendSpec, tokenizer: Any = None, registry: ArtifactRegistry | None = None) -> None:
         if unknown := set(spec.options) - set(OPTIONS):
             raise spec_error("E_UNKNOWN_FIELD", "options", f"unknown {sorted(unknown)}; there are: {choices(OPTIONS)}")
+        super().__init__(registry)
         self.spec = spec
-        self.registry = registry or default_registry()
         self._given_tokenizer = tokenizer
         self._engine: Engine | None = None
         self._tokenizer: Any = None
         self._session: VllmSession | None = None
-        self._reported: set[str] = set()
         self._released = False
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
@@ -59,17 +60,6 @@ class VllmBackend:
         """What this engine can do: the sites that its self-test kept, and why it refused the others."""
         facts = self._booted().facts
         return engine_capabilities(tuple(facts.layouts), facts.refused, self._booted().has_tokenizer)
-
-    def stage_artifacts(self, payloads: Mapping[str, bytes]) -> None:
-        """Keep artifacts (id → the bytes of its file) in the registry; hashed again."""
-        for artifact_id, data in payloads.items():
-            self.registry.put_bytes(artifact_id, data)
-
-    def report_once(self, key: str) -> bool:
-        """Whether this is the first report under `key`: what would repeat is said once."""
-        first = key not in self._reported
-        self._reported.add(key)
-        return first
 
     def open_session(self) -> VllmSession:
         """The one session at a time; another is refused until it is closed."""
@@ -157,12 +147,14 @@ class VllmBackend:
             if dtype not in ("auto", inner):
                 raise spec_error("E_BAD_PARAM", "dtype", f"{dtype} here and {inner} in engine_kwargs: give one")
             dtype = inner
-        self._tokenizer = self._given_tokenizer or _tokenizer_of(source, options)
+        remote = bool(options.get("trust_remote_code"))
+        name = options.get("tokenizer_name_or_path") or source
+        self._tokenizer = self._given_tokenizer or load_tokenizer(name, trust_remote_code=remote)
         made: dict[str, Any] = {"max_logprobs": -1, "disable_log_stats": True} | given
-        made |= {"dtype": dtype, "trust_remote_code": bool(options.get("trust_remote_code")), "async_scheduling": False}
-        if name := options.get("tokenizer_name_or_path"):
+        made |= {"dtype": dtype, "trust_remote_code": remote, "async_scheduling": False}
+        if name != source:
             made["tokenizer"] = name
-        if not _has_tokenizer(made.get("tokenizer", source)):
+        if not has_tokenizer(made.get("tokenizer", source)):
             made["skip_tokenizer_init"] = True
         structured = made.get("structured_outputs_config")
         if structured is None or isinstance(structured, dict):  # compact JSON unless the caller says otherwise
@@ -182,38 +174,14 @@ class VllmBackend:
 
     def _facts(self, engine: Engine) -> ModelFacts:
         config: Any = engine.llm.llm_engine.model_config
-        text = config.hf_text_config
-        heads = text.num_attention_heads
-        return ModelFacts(
+        return ModelFacts.of(
+            config.hf_config,
+            config.hf_text_config,
             model_ref=self.spec.model,
-            model_type=config.hf_config.model_type,
             model_fingerprint=engine.facts.fingerprint,
-            num_layers=text.num_hidden_layers,
-            hidden_size=text.hidden_size,
-            num_attention_heads=heads,
-            head_dim=vars(text).get("head_dim") or text.hidden_size // heads,
-            dtype=str(config.dtype).removeprefix("torch."),
+            dtype=engine.dtype,
             context_length=config.max_model_len,
-            vocab_size=engine.vocabulary,
         )
-
-
-def _has_tokenizer(source: str) -> bool:
-    path = Path(source)
-    return not path.is_dir() or any((path / name).exists() for name in _TOKENIZER_FILES)
-
-
-def _tokenizer_of(source: str, options: Mapping[str, Any]) -> Any:
-    """The tokenizer as transformers has it, so that texts have the ids that they have in process."""
-    from transformers import AutoTokenizer
-
-    name = options.get("tokenizer_name_or_path") or source
-    if not _has_tokenizer(name):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=bool(options.get("trust_remote_code")))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"cannot load the tokenizer of {name!r}: {str(error).splitlines()[0]:.200}") from error
 
 
 def _eos_ids(source: str, trust_remote_code: bool) -> frozenset[int]:
@@ -221,18 +189,15 @@ def _eos_ids(source: str, trust_remote_code: bool) -> frozenset[int]:
     from transformers import AutoConfig, GenerationConfig
 
     try:
-        holder: Any = GenerationConfig.from_pretrained(source)
+        own: Any = GenerationConfig.from_pretrained(source)
     except OSError:
-        holder = None
-    if holder is None or holder.eos_token_id is None:
-        try:
-            holder = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelLoadError(f"cannot load {source!r}: {said:.200} (give a folder or a hub id)") from error
-        holder = holder.get_text_config(decoder=True)
-    ids = getattr(holder, "eos_token_id", None)
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+        own = None
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelLoadError(f"cannot load {source!r}: {said:.200} (give a folder or a hub id)") from error
+    return eos_ids(own, config.get_text_config(decoder=True))
 
 
 def _lora(lora: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from midstream.core.interventions import OpReceipt, acts_on
 from midstream.core.text import Decode, text_of
 from midstream.taps.step import whole_sequence
 
-from .engine import Engine, Submitted, refusals
+from .engine import Engine, refusals
 from .jobs import Job
 from .rendering import finish_reason, prompt_logprobs, sampling_params, token_logprobs
 from .requests import EngineRequest
@@ -40,7 +40,6 @@ class Request:
     first: int = 0
     decided: Mapping[str, bool] | None = None
     id: str = field(default_factory=new_id)
-    submitted: Submitted | None = None
     output: Any = None
     described: Mapping[str, Any] | None = None
     counted: int = 0
@@ -99,30 +98,27 @@ class Call:
 
     def outputs(self) -> Iterator[Request]:
         """The same, giving each request whenever the engine has said more of it."""
-        waiting: dict[str, Request] = {}
         with self.engine.one_call():
-            yield from self._run(waiting)
+            yield from self._steps()
 
-    def _run(self, waiting: dict[str, Request]) -> Iterator[Request]:
+    def _steps(self) -> Iterator[Request]:
+        waiting: dict[str, Request] = {}
         try:
             self._submit(waiting)
             while waiting:
-                ended: list[Request] = []
+                heard: list[Request] = []
                 for output in self.engine.step():
-                    request = waiting.get(output.request_id)
-                    if request is None:
-                        continue
-                    self._count(request, output)
-                    request.output = output
-                    if output.finished:
-                        del waiting[output.request_id]
-                        ended.append(request)
+                    if (request := waiting.get(output.request_id)) is not None:
+                        self._count(request, output)
+                        request.output = output
+                        heard.append(request)
+                ended = [waiting.pop(one.id) for one in heard if one.output.finished]
                 self._collect([one for one in ended if one.wishes])
-                yield from ended if len(self.requests) > 1 else self.requests
+                yield from heard
         finally:
             if waiting:  # interrupted
                 with suppress(EngineError):
-                    self.engine.abort([one.submitted for one in waiting.values() if one.submitted is not None])
+                    self.engine.abort(list(waiting))
             if any(one.error is not None and one.job.spec is not None for one in self.requests):
                 # what a steer should have done is a part of its blocks' keys, and was not done to these
                 self.engine.llm.reset_prefix_cache()
@@ -142,11 +138,11 @@ class Call:
                     constraint=job.constraint,
                     text=text,
                 )
-                request.submitted = self.engine.submit(request.id, prompt, params)
+                self.engine.submit(request.id, prompt, params)
             except refusals() as error:
                 said = str(error).strip().splitlines() or [type(error).__name__]
                 raise PromptError(f"prompt {request.index}: vLLM refuses it: {said[0]:.200}") from error
-            waiting[request.submitted.engine_id] = request
+            waiting[request.id] = request
 
     def _count(self, request: Request, output: Any) -> None:
         count = len(output.outputs[0].token_ids)  # vLLM's own list, which grows
@@ -162,10 +158,10 @@ class Call:
             request.described = parts[0].described[place]
             errors = [error for part in parts if (error := error_of(part.described[place])) is not None]
             request.error = errors[0] if errors else None
-        failed = {place for place, request in enumerate(ended) if request.error is not None}
+        whole = [place for place, request in enumerate(ended) if request.error is None]
         kept: Collection[str] = ()
         try:
-            kept = self.settle(ended, [part.without(failed) for part in parts] if failed else parts)
+            kept = self.settle(ended, [part.take(np.isin(part.request, whole)) for part in parts])
         finally:
             if gone := [one for one in ids if one not in kept]:
                 self.engine.call("release", gone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 from midstream.core.backend import (
     EVERYTHING,
@@ -17,9 +16,6 @@ from midstream.core.generation import CONSTRAINT_KINDS
 from midstream.core.ops import KINDS, STEERED
 from midstream.core.sites import Site
 
-IN_PROCESS_ALONE: Final = ("function",)
-"""Kinds of ops that no engine takes: they are code. A patch is lowered before it is sent."""
-
 
 def engine_capabilities(
     sites: tuple[Site, ...], refused: Mapping[Site, str], has_tokenizer: bool
@@ -31,7 +27,7 @@ def engine_capabilities(
         "vllm",
         atoms,
         CaptureKinds(sites),
-        InterventionKinds((*KINDS, "patch"), steered),
+        InterventionKinds((*KINDS, "patch"), steered),  # a patch is lowered before it is sent
         ConstraintKinds(CONSTRAINT_KINDS if has_tokenizer else ()),
         refused=dict(refused),
     )

@@ -25,7 +25,7 @@ from midstream.taps.step import whole_sequence
 from .calls import Request, completion_of, steering_receipts
 from .engine import Engine
 from .jobs import Job
-from .reuse import Lookup, lines_of
+from .reuse import Lookup
 from .rows import Collected, Owner, Segmented
 
 
@@ -84,7 +84,7 @@ class Capturing:
                 if request.id in self._reruns:
                     self._reruns[request.id].error = request.error
             elif lookup is not None and any(lookup.whole):
-                lines = [lines_of(part, place) for part in parts]
+                lines = [part.take(part.request == place, owner=0) for part in parts]
                 self._store.keep(request.id, lookup, lines)
                 kept.add(request.id)
         dropped = set(self._store.evict(self._needed))

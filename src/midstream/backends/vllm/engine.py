@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from .reuse import RowStore
 TESTED: Final = ((0, 29), (0, 33))
 """The versions of vLLM that this code was written for: from the first, up to and without the second."""
 STAGED_BYTES: Final = 1 << 30
-"""Of artifacts that workers hold; past it they forget all, and are given again what is asked for."""
+"""Of artifacts that workers hold; past it they forget all before a call that has new ones."""
 _AT_BOOT: Final = (
     ValueError, RuntimeError, OSError, TypeError, NotImplementedError, AssertionError, ImportError, KeyError,
 )  # fmt: skip
@@ -41,18 +41,9 @@ class EngineFacts:
 
     layouts: Mapping[Site, Mapping[int, SiteLayout]]
     refused: Mapping[Site, str]
-    ranks: int
     folders: Sequence[Path]
     fingerprint: str
     graph: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """One request on its way. id: ours. engine_id: vLLM's."""
-
-    id: str
-    engine_id: str
 
 
 @dataclass(eq=False)
@@ -95,17 +86,16 @@ class Engine:
         with _dying():
             return self.llm.collective_rpc(f"midstream_{name}", args=args)
 
-    def stage(self, ids: Iterable[str], file_of: Callable[[str], bytes]) -> None:
-        """Hand tensors over that the workers have not yet, under their ids; file_of: the artifact's file."""
+    def stage(self, ids: Collection[str], file_of: Callable[[str], bytes]) -> None:
+        """Hand over the tensors of a call that the workers have not yet, by id; file_of: an artifact's file."""
+        if sum(self._staged.values()) > STAGED_BYTES and not set(ids) <= set(self._staged):
+            self.call("unstage")
+            self._staged.clear()
         for artifact_id in ids:
-            if artifact_id in self._staged:
-                continue
-            data = file_of(artifact_id)
-            if sum(self._staged.values()) + len(data) > STAGED_BYTES:
-                self.call("unstage")
-                self._staged.clear()
-            self.call("stage", artifact_id, data)
-            self._staged[artifact_id] = len(data)
+            if artifact_id not in self._staged:
+                data = file_of(artifact_id)
+                self.call("stage", artifact_id, data)
+                self._staged[artifact_id] = len(data)
 
     @contextmanager
     def one_call(self) -> Generator[None]:
@@ -119,26 +109,19 @@ class Engine:
 
     # --- requests
 
-    def submit(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> Submitted:
-        """Hand one request to the engine; ValueError where vLLM refuses it."""
-        engine_id = f"{KEY}-{request_id}"
-        self.llm.llm_engine.add_request(engine_id, dict(prompt), params, lora_request=self.lora)
-        return Submitted(request_id, engine_id)
+    def submit(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> None:
+        """Hand one request to the engine, under an id of ours; one of `refusals` where vLLM refuses it."""
+        self.llm.llm_engine.add_request(request_id, dict(prompt), params, lora_request=self.lora)
 
     def step(self) -> list[Any]:
         """Run one step; what vLLM says of the requests that it was about. EngineError when the engine has died."""
         with _dying():
             return self.llm.llm_engine.step()
 
-    @property
-    def busy(self) -> bool:
-        """Whether some request has not finished."""
-        return self.llm.llm_engine.has_unfinished_requests()
-
-    def abort(self, submitted: Sequence[Submitted]) -> None:
+    def abort(self, ids: Sequence[str]) -> None:
         """End requests in the middle; their rows are forgotten."""
-        self.llm.llm_engine.abort_request([one.engine_id for one in submitted])
-        self.call("release", [one.id for one in submitted])
+        self.llm.llm_engine.abort_request(list(ids))
+        self.call("release", list(ids))
 
     def close(self) -> None:
         """Free the engine and all that it holds in this process; idempotent."""
@@ -177,10 +160,10 @@ def boot(model: str, options: Mapping[str, Any], settings: Mapping[str, Any], ke
             if isinstance(error, ModelLoadError) or not (type(error) is Exception or isinstance(error, _AT_BOOT)):
                 raise
             said = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-            raise ModelLoadError(f"vLLM cannot serve {model!r}: {_said(error, said)}") from error
+            raise ModelLoadError(f"vLLM cannot serve {model!r}: {_telling(said)}") from error
 
 
-def _said(error: BaseException, lines: Sequence[str]) -> str:
+def _telling(lines: Sequence[str]) -> str:
     """The line of an error that says what is wrong: pydantic's is its second."""
     found = next((line.strip() for line in lines if "error, " in line.lower()), lines[0].strip())
     return f"{found:.300}"
@@ -269,7 +252,7 @@ def _examined(llm: Any) -> EngineFacts:
     }
     folders = [Path(one["folder"]) for one in described]
     return EngineFacts(
-        layouts, found[0]["refused"], found[0]["ranks"], folders, found[0]["fingerprint"],
+        layouts, found[0]["refused"], folders, found[0]["fingerprint"],
         frozenset(described[0]["graph"]),
     )  # fmt: skip
 

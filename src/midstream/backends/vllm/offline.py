@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from midstream.core.artifacts import Artifact, artifact_bytes
-from midstream.core.backend import BackendCapabilities, Capability, ModelFacts, Progress
+from midstream.core.backend import BackendCapabilities, Capability, ModelFacts, Progress, Tokens
 from midstream.core.binding import BoundOp, bind
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import PromptError, SessionClosedError, spec_error
-from midstream.core.generation import Completion, GenerationParams, choice_seed, derive_seed
+from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import InterventionSpec, warn_of_idle
 from midstream.core.items import (
     ConstraintEntry,
@@ -24,12 +24,17 @@ from midstream.core.items import (
     OutputEntry,
     ScoringItem,
     check_references,
+    check_scored,
+    item_seeds,
+    one_constraint,
     specs_of,
+    steered_items,
+    steering_path,
 )
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec, each_select
-from midstream.core.sites import Site, SiteLayout, layer_set
+from midstream.core.sites import Site, SiteLayout, site_layers
 from midstream.core.stream import Chunk
 from midstream.core.text import Settled, decoder
 from midstream.formats.artifacts import ArtifactRegistry
@@ -40,7 +45,7 @@ from .calls import Call, Request, completion_of, steering_receipts
 from .capturing import Capturing, completions
 from .engine import Engine
 from .jobs import Job
-from .rendering import canonical_constraint
+from .rendering import canonical_constraint, refuse_extra
 from .rows import Collected, Segmented
 
 
@@ -121,11 +126,7 @@ class VllmSession:
         params = params or GenerationParams()
         if not prompts:
             raise spec_error("E_BAD_PARAM", "prompts", "no prompts: a capture needs at least one")
-        items = [
-            GenerationItem(prompt, () if of is None else (InterventionEntry(of),))
-            for prompt, of in zip(prompts, steering or [None] * len(prompts), strict=True)
-        ]
-        jobs = self._generation_jobs(items, params, call)
+        jobs = self._generation_jobs(steered_items(prompts, steering), params, call)
         capturing = self._capturing(jobs, spec, per_prompt_select, params)
         made = self._call(capturing.requests, params, capturing.settle, progress)
         try:
@@ -144,12 +145,8 @@ class VllmSession:
         each: Sequence[SelectSpec | None] | None,
         params: GenerationParams,
     ) -> Capturing:
-        layouts, sites = self._engine.facts.layouts, dict[Site, tuple[int, ...]]()
-        for site in spec.sites:
-            if not layouts.get(site):
-                why = self._engine.facts.refused.get(site, "the architecture has none")
-                raise spec_error("E_SITE", "sites", f"this engine has no {site}: {why}; it has: {', '.join(layouts)}")
-            sites[site] = layer_set(spec.layers, tuple(layouts[site]), "capture.layers", f"{site} of this model")
+        facts = self._engine.facts
+        sites = site_layers(spec.sites, spec.layers, facts.layouts, facts.refused)
         selects = each_select(spec.select, each, len(jobs))
         made = Capturing(self._engine, self._segmented, jobs, spec, sites, selects, params)
         check_memory(made.recorder.certain, made.layouts, spec.dtype or self._facts.dtype)
@@ -231,11 +228,9 @@ class VllmSession:
     ) -> Tensor:
         """Log-probabilities of each item's reference after its prompt, `[items, reference length]`, float32."""
         self._open()
-        if params is not None and params.extra:
-            raise spec_error("E_UNKNOWN_KIND", "generation.extra", "vllm takes no extra: huggingface has it")
-        if params is not None and params != GenerationParams():
-            name = sorted(params.model_fields_set)[0]
-            raise spec_error("E_UNKNOWN_KIND", f"generation.{name}", f"a score takes no {name}: it samples nothing")
+        params = params or GenerationParams()
+        refuse_extra(params)
+        check_scored(items, params)
         if not items:
             return torch.empty((0, 0))
         length = check_references(items)
@@ -244,8 +239,6 @@ class VllmSession:
         )
         jobs: list[Job] = []
         for index, item in enumerate(items):
-            if any(isinstance(entry, ConstraintEntry) for entry in item.output_entries):
-                raise spec_error("E_CONSTRAINT", f"items[{index}].output_entries", "a score takes no constraint")
             reference = tuple(int(token) for token in item.ref_output_ids)
             self._constraint(item.output_entries, GenerationParams())
             spec, ops = self._spec(item, index, len(items), (*item.prompt.token_ids, *reference))
@@ -284,20 +277,11 @@ class VllmSession:
     def _call(
         self, requests: Sequence[Request], params: GenerationParams, settle: Any, progress: Progress | None
     ) -> Call:
-        for request in requests:
-            if request.job.spec is not None:
-                artifacts = request.job.spec.artifacts()
-                self._engine.stage(artifacts, lambda of, held=artifacts: self._file_of(held[of]))
-        total = sum(len(request.job.ids) + params.max_tokens for request in requests)
-        done = 0
-
-        def count(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            if progress is not None:
-                progress(done, total)
-
-        return Call(self._engine, params, self._eos, requests, settle, count)
+        specs = {id(request.job.spec): request.job.spec for request in requests if request.job.spec is not None}
+        artifacts = {name: one for spec in specs.values() for name, one in spec.artifacts().items()}
+        self._engine.stage(artifacts, lambda name: self._file_of(artifacts[name]))
+        tokens = Tokens(sum(len(request.job.ids) + params.max_tokens for request in requests), progress)
+        return Call(self._engine, params, self._eos, requests, settle, tokens.add)
 
     def _file_of(self, artifact: Artifact) -> bytes:
         """The file of an artifact: made of its array, or that which came under its id."""
@@ -309,22 +293,15 @@ class VllmSession:
     def _generation_jobs(
         self, items: Sequence[GenerationItem], params: GenerationParams, call: int | None
     ) -> list[Job]:
-        if params.extra:
-            raise spec_error("E_UNKNOWN_KIND", "generation.extra", "vllm takes no extra: huggingface has it")
+        refuse_extra(params)
         if params.stop and not self._engine.has_tokenizer:
             message = "stop strings need a tokenizer of the engine's own: use stop_token_ids"
             raise spec_error("E_BAD_PARAM", "generation.stop", message)
         self._check_prompts([item.prompt for item in items], params.max_tokens)
         if call is None:
             call, self._calls = self._calls, self._calls + 1
-        own = any(item.seed is not None for item in items)
         jobs: list[Job] = []
-        for index, item in enumerate(items):
-            place = 0 if params.seed_scope == "dispatch" and not own else index
-            seeds = tuple(
-                derive_seed(params.seed, call, place, choice) if item.seed is None else choice_seed(item.seed, choice)
-                for choice in range(params.n)
-            )
+        for index, (item, seeds) in enumerate(zip(items, item_seeds(items, params, call), strict=True)):
             spec, ops = self._spec(item, index, len(items), item.prompt.token_ids)
             jobs.append(Job(item.prompt, spec, ops, seeds, self._constraint(item.output_entries, params)))
         return jobs
@@ -339,7 +316,7 @@ class VllmSession:
         spec = specs_of(item.state_entries)
         if spec is None:
             return None, ()
-        path = "steering" if count == 1 else f"steering[{index}]"
+        path = steering_path(index, count)
         capabilities.require_spec(spec, path)
         spec = spec.lowered(whole_sequence(ids, len(item.prompt.token_ids)), path)
         spec.canonical_json()
@@ -349,16 +326,10 @@ class VllmSession:
     def _constraint(self, entries: Sequence[OutputEntry], params: GenerationParams) -> dict[str, Any] | None:
         if any(not isinstance(entry, ConstraintEntry) for entry in entries):
             self._capabilities().require([Capability.IN_PROCESS_TORCH], "output_entries")
-        found = [entry.constraint for entry in entries if isinstance(entry, ConstraintEntry)]
-        found += [params.constraint] if params.constraint is not None else []
-        if len(found) > 1:
-            raise spec_error("E_CONSTRAINT", "output_entries", f"{len(found)} constraints on one item: give one")
-        if found and params.ignore_eos:
-            message = "ignore_eos with a constraint: past its end nothing but EOS may come"
-            raise spec_error("E_CONSTRAINT", "generation.ignore_eos", message)
-        if found:
+        found = one_constraint(entries, params)
+        if found is not None:
             self._capabilities().require([Capability.GUIDED_DECODING], "constraint")
-        return canonical_constraint(found[0] if found else None)
+        return canonical_constraint(found)
 
     def _check_prompts(
         self, prompts: Sequence[PreparedPrompt], max_tokens: int, references: Sequence[Sequence[int]] | None = None

@@ -21,6 +21,13 @@ CONSTRAINTS: Final[Mapping[str, str]] = {
 """Our names of constraints, and vLLM's."""
 
 
+def refuse_extra(params: GenerationParams) -> None:
+    """E_UNKNOWN_KIND for what only the model's own `generate` takes."""
+    if params.extra:
+        name = sorted(params.extra)[0]
+        raise spec_error("E_UNKNOWN_KIND", f"generation.extra.{name}", "vllm takes no extra: huggingface has it")
+
+
 def sampling_params(
     params: GenerationParams,
     *,
@@ -37,9 +44,7 @@ def sampling_params(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    if params.extra:
-        name = sorted(params.extra)[0]
-        raise spec_error("E_UNKNOWN_KIND", f"generation.extra.{name}", "vllm takes no extra: huggingface has it")
+    refuse_extra(params)
     structured = None
     if constraint is not None:
         (kind, value), *_ = constraint.items()

@@ -16,6 +16,9 @@ from midstream.core.wire import Int, Wire
 KEY: Final = "midstream"
 """Where a request's sampling parameters (over HTTP: `vllm_xargs`) hold it."""
 
+LINES: Final = ("request", "position", "token_id", "segment", "row", "overflowed")
+"""What a worker says of each row that it has put down."""
+
 
 def _spec(value: Any) -> Any:
     return None if value is None else InterventionSpec.of(value, "")

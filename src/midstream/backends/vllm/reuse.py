@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -114,7 +114,7 @@ class RowStore:
         found: list[list[Collected]] = []
         for request, positions in by_request.items():
             at = np.concatenate(positions)
-            found.append([_lines(part, at) for part in self._kept[request].parts])
+            found.append([part.take(np.isin(part.position, at)) for part in self._kept[request].parts])
         return found
 
     def evict(self, pinned: Iterable[str] = ()) -> list[str]:
@@ -138,30 +138,3 @@ class RowStore:
     @staticmethod
     def _signed(key: str, spec: CaptureSpec) -> str:
         return f"{key}:{spec.sites}:{spec.layers}:{spec.dtype}"
-
-
-def _lines(part: Collected, positions: Ints) -> Collected:
-    """The lines of one request's rows at some positions."""
-    at = np.flatnonzero(np.isin(part.position, positions))
-    used = set(part.segment[at].tolist())
-    return replace(
-        part,
-        request=np.zeros(len(at), dtype=np.int64),
-        position=part.position[at],
-        token_id=part.token_id[at],
-        segment=part.segment[at],
-        row=part.row[at],
-        overflowed=part.overflowed[at],
-        segments=[one for one in part.segments if one["number"] in used],
-    )
-
-
-def lines_of(part: Collected, place: int) -> Collected:
-    """The lines of the request at a place of `part`, as number 0."""
-    at = np.flatnonzero(part.request == place)
-    mine: dict[str, Any] = {
-        name: getattr(part, name)[at] for name in ("position", "token_id", "segment", "row", "overflowed")
-    }
-    used = set(mine["segment"].tolist())
-    segments: list[Mapping[str, Any]] = [one for one in part.segments if one["number"] in used]
-    return replace(part, request=np.zeros(len(at), dtype=np.int64), segments=segments, **mine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from midstream.core.errors import CaptureError, MidstreamError, spec_error
 from midstream.taps.recorder import Recorder
 from midstream.taps.segments import Column, Place, mapped
 from midstream.taps.step import Ints, StepBatch
+
+from .requests import LINES
 
 _CPU = torch.device("cpu")
 
@@ -44,11 +46,13 @@ class Collected:
         columns = {name: np.frombuffer(one["data"], dtype="<i8") for name, one in deserialize(data)}
         return cls(**columns, described=json.loads(header["requests"]), segments=json.loads(header["segments"]))
 
-    def without(self, requests: Collection[int]) -> Collected:
-        """The same without the lines of some requests."""
-        kept = ~np.isin(self.request, sorted(requests))
-        columns = ("request", "position", "token_id", "segment", "row", "overflowed")
-        return replace(self, **{name: getattr(self, name)[kept] for name in columns})
+    def take(self, lines: np.ndarray[Any, np.dtype[np.bool_]], owner: int | None = None) -> Collected:
+        """Some lines, by mask, and the segments that they are in; owner: who owns them, if it is not who did."""
+        columns = {name: getattr(self, name)[lines] for name in LINES}
+        if owner is not None:
+            columns["request"] = np.full(int(lines.sum()), owner, dtype=np.int64)
+        used = np.unique(columns["segment"])
+        return replace(self, segments=[one for one in self.segments if one["number"] in used], **columns)
 
 
 def error_of(described: Mapping[str, Any]) -> MidstreamError | None:

@@ -9,9 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from midstream.core.errors import SelfTestError, choices, spec_error
+from midstream.core.errors import SelfTestError
 from midstream.core.sites import SITES, Site, SiteLayout
 from midstream.taps.agreement import close
+from midstream.taps.locate import expert_counts, sublayer_pairs
 
 from .places import Place, Wrapped
 
@@ -33,14 +34,6 @@ class Examined:
     whole_layouts: Mapping[Site, Mapping[int, SiteLayout]]
     refused: Mapping[Site, str]
     rank: int = 0
-    ranks: int = 1
-
-    def layers_of(self, site: Site) -> tuple[int, ...]:
-        """The layers at which a site can be read; E_SITE, with the reason, when there is none."""
-        if not self.whole_layouts.get(site):
-            why, have = self.refused.get(site, "the architecture has none"), choices(tuple(self.whole_layouts))
-            raise spec_error("E_SITE", "capture.sites", f"this engine has no {site}: {why}; it has: {have}")
-        return tuple(self.whole_layouts[site])
 
     def keeps(self, site: Site) -> bool:
         """Whether this rank keeps rows of a site: the first does of all, the others of those that are in parts."""
@@ -54,8 +47,6 @@ class Examined:
                 for site, layers in self.whole_layouts.items()
             },
             "refused": dict(self.refused),
-            "rank": self.rank,
-            "ranks": self.ranks,
         }
 
 
@@ -108,7 +99,7 @@ class Examination:
         layouts: dict[Site, dict[int, SiteLayout]] = {
             site: self._layouts[site] for site in SITES if site in self._layouts
         }
-        return Examined(self._chosen, self._widths, layouts, self._refused, self._rank, self._ranks)
+        return Examined(self._chosen, self._widths, layouts, self._refused, self._rank)
 
     def _keep(self, site: Site, layer: int, place: Place, rows: Tensor, layout: SiteLayout) -> None:
         self._chosen[site, layer] = place
@@ -143,20 +134,18 @@ class Examination:
 
     def _sublayers(self) -> None:
         layers = range(len(self._wrapped.blocks))
-        counts = [
-            max((len(self._by_where.get((site, layer), ())) for layer in layers), default=0)
-            for site in ("attn_out", "mlp_out")
-        ]
-        for attn_place in range(counts[0]):
-            for mlp_place in range(counts[1]):
-                if all(self._sum_holds(layer, attn_place, mlp_place) for layer in layers):
+        candidates: dict[Site, dict[int, list[Place]]] = {}
+        for (site, layer), options in self._by_where.items():
+            candidates.setdefault(site, {})[layer] = options
+        for pair in sublayer_pairs(candidates):
+            if all(self._sum_holds(layer, *pair) for layer in layers):
+                both: tuple[Site, Site] = ("attn_out", "mlp_out")
+                for site, candidate in zip(both, pair, strict=True):
                     for layer in layers:
-                        both: tuple[tuple[Site, int], ...] = (("attn_out", attn_place), ("mlp_out", mlp_place))
-                        for site, candidate in both:
-                            found = self._rows(site, layer, candidate)
-                            assert found is not None
-                            self._keep(site, layer, *found, SiteLayout(self._config.hidden_size))
-                    return
+                        found = self._rows(site, layer, candidate)
+                        assert found is not None
+                        self._keep(site, layer, *found, SiteLayout(self._config.hidden_size))
+                return
         why = "resid_pre + attn_out + mlp_out = resid_post does not hold for its blocks"
         self._refused["attn_out"] = self._refused["mlp_out"] = why
 
@@ -173,7 +162,7 @@ class Examination:
         return close(pre.double() + attn.double() + mlp.double(), post, pre, attn, mlp)
 
     def _routers(self) -> None:
-        experts = {value for key, value in vars(self._config).items() if "experts" in key and isinstance(value, int)}
+        experts = expert_counts(self._config)
         for layer in range(len(self._wrapped.blocks)):
             for candidate in range(len(self._by_where.get(("router_logits", layer), ()))):
                 found = self._rows("router_logits", layer, candidate)

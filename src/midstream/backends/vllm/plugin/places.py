@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from midstream.core.errors import ModelLoadError
 from midstream.core.narrow import is_list
 from midstream.core.sites import Site
-from midstream.taps.locate import Tap, find_blocks, searched, submodule
+from midstream.taps.locate import Tap, final_modules, find_blocks, searched
 
 from .tap_op import touch
 
@@ -42,7 +42,6 @@ class Wrapped:
     final: Sequence[nn.Module]
     places: Sequence[Place]
     attention: Mapping[int, nn.Module]
-    in_graph: frozenset[Site]
 
 
 def wrap(model: nn.Module, config: Any, in_graph: frozenset[Site]) -> Wrapped:
@@ -62,11 +61,7 @@ def wrap(model: nn.Module, config: Any, in_graph: frozenset[Site]) -> Wrapped:
             attention[layer] = module
             wrapping.wrap_attention(layer, module)
         wrapping.wrap_block(layer, block)
-    final = [module for name in _FINAL if (module := submodule(body, name))][:1]
-    return Wrapped(blocks, final, wrapping.places, attention, in_graph)
-
-
-_FINAL = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+    return Wrapped(blocks, final_modules(body), wrapping.places, attention)
 
 
 def _attention_of(block: nn.Module) -> nn.Module | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from midstream.core.binding import BoundOp, bind
 from midstream.core.errors import CaptureError, MidstreamError, SpecError
 from midstream.core.interventions import InterventionSpec, OpReceipt
-from midstream.core.sites import Site, layer_set
+from midstream.core.sites import Site, site_layers
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.segments import Column, Segments
 from midstream.taps.steerer import Steerer
@@ -25,7 +25,7 @@ from midstream.taps.step import StepBatch
 from midstream.taps.stretches import Stretches
 from midstream.taps.tape import Tape, Taping
 
-from ..requests import EngineRequest, text_of
+from ..requests import LINES, EngineRequest, text_of
 from .examine import Examined
 from .places import Place
 from .streams import stream_at
@@ -153,9 +153,10 @@ class RunningRequests:
             return ()
         dtype = getattr(torch, wishes.capture.dtype) if wishes.capture.dtype else None
         found: list[Column] = []
-        for site in wishes.capture.sites:
-            layers = self.examined.layers_of(site)
-            for layer in layer_set(wishes.capture.layers, layers, "capture.layers", f"{site} of this model"):
+        examined = self.examined
+        sites = site_layers(wishes.capture.sites, wishes.capture.layers, examined.whole_layouts, examined.refused)
+        for site, layers in sites.items():
+            for layer in layers:
                 if self.examined.keeps(site):
                     width, own = self.examined.widths[site, layer]
                     found.append(Column(site, layer, width, dtype or own))
@@ -265,12 +266,10 @@ class RunningRequests:
     def collect(self, ids: Sequence[str]) -> bytes:
         """Where the rows of some requests are, and what was done to them. The rows stay until `release`.
 
-        A safetensors file: request (place in `ids`), position, token_id, segment, row, overflowed, int64 `[rows]`;
-        metadata: `requests` and `segments`, in JSON.
+        A safetensors file: LINES, int64 `[rows]`, request being the place in `ids`; metadata, in JSON: requests,
+        segments.
         """
-        columns: dict[str, list[Any]] = {
-            name: [] for name in ("request", "position", "token_id", "segment", "row", "overflowed")
-        }
+        columns: dict[str, list[Any]] = {name: [] for name in LINES}
         described: list[dict[str, Any]] = []
         used: set[int] = set()
         for place, one in enumerate(ids):
@@ -281,9 +280,9 @@ class RunningRequests:
             running = self._requests[number]
             if running.taped:
                 taken = self._tape.taken(number)
-                for name in ("position", "token_id", "segment", "row", "overflowed"):
-                    columns[name].append(getattr(taken, name))
                 columns["request"].append(np.full(len(taken.position), place, dtype=np.int64))
+                for name in LINES[1:]:
+                    columns[name].append(getattr(taken, name))
                 used.update(np.unique(taken.segment).tolist())
                 if number in self._tape.failures:
                     self._fail(number, self._tape.failures.pop(number))

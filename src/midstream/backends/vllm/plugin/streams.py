@@ -25,11 +25,11 @@ def stream_at(place: Place, delta: Tensor, residual: Tensor | None, *, whole: bo
     return stream
 
 
-class Scaled:
-    """What a block multiplies by a number before it joins the stream, as it joins."""
+class _Over:
+    """A stream that shows another in its own way."""
 
-    def __init__(self, stream: Stream, scale: float) -> None:
-        self._stream, self._scale = stream, scale
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
 
     @property
     def size(self) -> int:
@@ -45,6 +45,14 @@ class Scaled:
     def dtype(self) -> torch.dtype:
         """What a row is made of."""
         return self._stream.dtype
+
+
+class Scaled(_Over):
+    """What a block multiplies by a number before it joins the stream, as it joins."""
+
+    def __init__(self, stream: Stream, scale: float) -> None:
+        super().__init__(stream)
+        self._scale = scale
 
     def take(self, index: Index) -> Tensor:
         """Some rows, multiplied."""
@@ -59,7 +67,7 @@ class Scaled:
         self._stream.put(index, rows / self._scale)
 
 
-class Gathered:
+class Gathered(_Over):
     """Rows of which each tensor-parallel rank has a part, side by side in the order of the ranks.
 
     Every rank takes the same rows at the same time, for they all follow one schedule.
@@ -68,24 +76,9 @@ class Gathered:
     def __init__(self, stream: Stream, width: int) -> None:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        self._stream = stream
-        self._ranks = get_tensor_model_parallel_world_size()
-        self._mine = slice(get_tensor_model_parallel_rank() * width, (get_tensor_model_parallel_rank() + 1) * width)
-
-    @property
-    def size(self) -> int:
-        """How many flat rows there are."""
-        return self._stream.size
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self._stream.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What a row is made of."""
-        return self._stream.dtype
+        super().__init__(stream)
+        self._ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        self._mine = slice(rank * width, (rank + 1) * width)
 
     def take(self, index: Index) -> Tensor:
         """Some rows, whole."""
@@ -95,9 +88,9 @@ class Gathered:
         return part if self._ranks == 1 else tensor_model_parallel_all_gather(part.contiguous(), -1)
 
     def copy(self, index: Index, out: Tensor) -> None:
-        """Write this rank's part of some rows to `out`."""
-        self._stream.copy(index, out)
+        """Write some rows, whole, to `out`."""
+        out.copy_(self.take(index))
 
     def put(self, index: Index, rows: Tensor) -> None:
         """Change this rank's part of some rows."""
-        self._stream.put(index, rows if self._ranks == 1 else rows[:, self._mine])
+        self._stream.put(index, rows[:, self._mine])

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,11 +193,8 @@ class WorkerTaps:
     # --- calls
 
     def describe(self) -> str:
-        """Who is here, as JSON."""
-        return json.dumps({
-            "version": version("midstream"), "rank": self._rank, "ranks": self._ranks, "folder": str(self._folder),
-            "runner": "V1" if hasattr(self._runner, "_model_forward") else "V2", "graph": sorted(self._in_graph),
-        })  # fmt: skip
+        """Where this rank's rows are, and which taps stand in its graph, as JSON."""
+        return json.dumps({"folder": str(self._folder), "graph": sorted(self._in_graph)})
 
     def stage(self, artifact_id: str, data: bytes) -> None:
         """Keep an artifact where specs that name it find it; hashed again."""
