@@ -34,7 +34,10 @@ def load(
     steering: Any = None,
     **options: Any,
 ) -> LanguageModel:
-    """A model to read and steer: a folder, a hub id, `smollm2` (bundled), or a loaded transformers model.
+    """A model to read and steer: a folder, a hub id, `smollm2` (bundled), or a loaded one.
+
+    A loaded one is a transformers model, or with backend="vllm" a `vllm.LLM` that was made with
+    `additional_config={"midstream": {}}`; it stays the caller's own.
 
     backend: `huggingface`, the model in this process, or `vllm`, an engine in this process. dtype, device: of a model
     loaded here; `auto` takes the checkpoint's own, and a GPU where there is one. steering: a spec for every call that
@@ -50,10 +53,7 @@ def load(
     from .backends.huggingface.backend import HuggingFaceBackend
 
     if not isinstance(model, str) and not hasattr(model, "__fspath__"):
-        given = {"dtype": dtype, "device": device, **options}
-        if clash := [name for name, value in given.items() if value != "auto"]:
-            message = f"the model is loaded already: {', '.join(clash)} would change nothing"
-            raise spec_error("E_BAD_PARAM", clash[0], message)
+        _refuse_changes({"dtype": dtype, "device": device, **options})
         if not hasattr(model, "config"):
             message = f"a {type(model).__name__} is no transformers model: give a folder, a hub id, or a model"
             raise ModelLoadError(message)
@@ -65,6 +65,13 @@ def load(
     return LanguageModel(HuggingFaceBackend(spec, tokenizer), steering)
 
 
+def _refuse_changes(given: dict[str, Any]) -> None:
+    """Refuse options of loading for a model that is loaded."""
+    if clash := [name for name, value in given.items() if value != "auto"]:
+        message = f"the model is loaded already: {', '.join(clash)} would change nothing"
+        raise spec_error("E_BAD_PARAM", clash[0], message)
+
+
 def _on_vllm(
     model: Any, dtype: Any, device: str, tokenizer: Any, steering: Any, options: dict[str, Any]
 ) -> LanguageModel:
@@ -72,8 +79,13 @@ def _on_vllm(
     from .backends.vllm.backend import VllmBackend
 
     if not isinstance(model, str) and not hasattr(model, "__fspath__"):
-        message = f"a {type(model).__name__} cannot be served: vLLM loads the model itself, from a folder or a hub id"
-        raise ModelLoadError(message)
+        if not hasattr(model, "llm_engine"):
+            message = (
+                f"a {type(model).__name__} cannot be served: vLLM loads the model itself, from a folder or a hub id"
+            )
+            raise ModelLoadError(message)
+        _refuse_changes({"dtype": dtype, "device": device, **options})
+        return LanguageModel(VllmBackend.adopt(model, tokenizer), steering)
     given = {"dtype": str(dtype).removeprefix("torch."), "device": device, **options}
     return LanguageModel(VllmBackend(BackendSpec("vllm", str(model), given), tokenizer), steering)
 

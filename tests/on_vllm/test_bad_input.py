@@ -38,7 +38,19 @@ def lm(source: Checkpoint, engines: Engines) -> ms.LanguageModel:
         ({"steering": ms.add(torch.ones(3), layers=[0])}, "E_BAD_PARAM at steering.ops[0].vector"),
         ({"steering": ms.add(torch.ones(128), layers=[9])}, "E_LAYER_RANGE at steering.ops[0].layers"),
         ({"steering": ms.function(lambda rows, labels: None, layers=[0])}, "E_UNKNOWN_KIND at steering.ops[0].kind"),
-        ({"steering": {"ops": [{"kind": "add", "layers": [0], "vector": "sha256:" + "0" * 64}]}}, "E_ARTIFACT_MISSING"),
+        (
+            {"steering": {"ops": [{"kind": "add", "layers": [0], "vector": "sha256:" + "0" * 64}]}},
+            "E_ARTIFACT_MISSING at steering.ops[0].vector",
+        ),
+        (
+            {"steering": {"ops": [{"kind": "add", "layers": [0], "vector": "sha256:" + "0" * 64, "strenght": 1}]}},
+            "E_UNKNOWN_FIELD at steering.ops[0].strenght",
+        ),
+        (
+            {"steering": ms.add(torch.ones(12_000, 128), layers=[0], positions=range(10_000, 22_000))},
+            "E_SPEC_TOO_LARGE at steering",
+        ),
+        ({"constraint": {"regex": "a"}}, "E_CONSTRAINT at generation.constraint"),
     ],
 )
 def test_refused_before_the_engine_runs(lm: ms.LanguageModel, given: dict[str, Any], message: str) -> None:
@@ -46,6 +58,17 @@ def test_refused_before_the_engine_runs(lm: ms.LanguageModel, given: dict[str, A
         lm.capture([[5, 6, 7]], **given)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_an_altered_artifact_is_refused_before_the_engine_runs(lm: ms.LanguageModel) -> None:
+    registry = lm._backend.registry  # pyright: ignore[reportAttributeAccessIssue]
+    held = registry.put(torch.full((128,), 0.125).numpy())
+    data = registry.get_bytes(held)
+    (file,) = [file for file in registry.directory.iterdir() if held.removeprefix("sha256:") in file.name]
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(SpecError, match=r"E_ARTIFACT_HASH at steering\.ops\[0\]\.vector: .*altered"):
+        lm.capture([[5, 6, 7]], steering={"ops": [{"kind": "add", "layers": [0], "vector": held}]})
+    file.unlink()
 
 
 def test_what_needs_the_model_in_this_process(lm: ms.LanguageModel) -> None:
@@ -67,6 +90,9 @@ def test_prompts_that_cannot_be(lm: ms.LanguageModel) -> None:
     assert lm.generate([], max_tokens=1) == []
     assert lm.score([], []).shape == (0, 0)
     assert lm.score([[5]], [[]]).shape == (1, 0)
+    for token, said in ((-1, "a negative token id -1"), (160, "token id 160; the model has ids 0 to 159")):
+        with pytest.raises(PromptError, match=f"reference 1 has {said}"):
+            lm.score([[5], [5]], [[6], [token]])
 
 
 def test_a_fault_in_one_request_is_its_own(lm: ms.LanguageModel, source: Checkpoint) -> None:
@@ -117,7 +143,7 @@ def test_a_call_while_a_stream_is_open_is_refused(lm: ms.LanguageModel) -> None:
 
 def test_hundreds_of_small_captures_take_no_room_of_their_own(lm: ms.LanguageModel) -> None:
     """Their rows share segments, which are used again when they are full."""
-    segments = _worker(lm)._running.segments
+    segments = _worker(lm).running.segments
     for seed in range(300):
         lm.capture([[(seed * 7 + place * 3) % 150 + 3 for place in range(40)]], rows="prompt")
     assert segments.nbytes <= 512 << 20
@@ -141,7 +167,7 @@ def test_requests_whose_ids_begin_alike_are_kept_apart(lm: ms.LanguageModel, sou
 
 def test_after_all_of_it_the_engine_holds_nothing(lm: ms.LanguageModel) -> None:
     worker = _worker(lm)
-    running = worker._running
+    running = worker.running
     assert not running._requests
     assert not running.number_of
     kept = set(lm._backend._engine.store._kept)  # pyright: ignore[reportAttributeAccessIssue]

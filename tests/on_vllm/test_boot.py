@@ -26,6 +26,8 @@ def load(source: Checkpoint, **options: Any) -> ms.LanguageModel:
 
 
 def test_one_engine_after_another_and_nothing_left_behind(source: Checkpoint, engines: Engines) -> None:
+    import vllm  # noqa: F401 (its import alone sets variables)
+
     engines.close()
     before, threads = dict(os.environ), torch.get_num_threads()
     for _ in range(2):
@@ -60,6 +62,8 @@ def test_an_engine_that_does_not_ask_is_left_alone(source: Checkpoint, engines: 
         assert tuple(out.outputs[0].token_ids)[:4] == want.token_ids[: len(out.outputs[0].token_ids)]
         with pytest.raises(NotImplementedError):
             llm.collective_rpc("midstream_describe")
+        with pytest.raises(ModelLoadError, match="was not asked for taps: make it with additional_config="):
+            ms.load(llm, backend="vllm")
         llm.llm_engine.engine_core.shutdown()
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 

@@ -55,6 +55,17 @@ def test_steering_in_chunks_counts_each_row_once(source: Checkpoint, engines: En
         assert all(line.complete and not line.reused for line in one.steering)
 
 
+def test_seeds_do_not_depend_on_chunks(source: Checkpoint, engines: Engines) -> None:
+    """vLLM turns a seeded generator back after a chunk, by an offset that a CPU's has not."""
+    given: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 1.5, "n": 2, "seed": 3}
+    chunked = engines.get(source.folder, engine_kwargs=CHUNKED).generate(LONG, **given)
+    whole = engines.get(source.folder).generate(LONG, **given)
+    assert [[one.token_ids for one in of.choices] for of in chunked] == [
+        [one.token_ids for one in of.choices] for of in whole
+    ]
+    assert len({one.token_ids for of in whole for one in of.choices}) > len(LONG)
+
+
 def test_gates_see_a_prompt_of_many_chunks(source: Checkpoint, engines: Engines) -> None:
     lm = engines.get(source.folder, engine_kwargs=CHUNKED)
     generator = torch.Generator().manual_seed(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,32 @@ def test_an_engine_in_a_process_of_its_own(
     again = lm.capture([PROMPTS[0]], sites=list(lm.capabilities.capture.sites))
     assert again.receipt.reused == 64
     engines.close()
+
+
+def test_an_engine_that_is_killed_is_said_to_be_dead(
+    source: Checkpoint, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both who waits for a step and who waits for an answer of our plugin; and the next engine works."""
+    engines.close()
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    lm = engines.get(source.folder, engine_kwargs={"max_num_seqs": 17})
+    stream = lm.stream(PROMPTS[1], max_tokens=100, ignore_eos=True, layers=[0])
+    next(stream)
+    children = psutil.Process().children(recursive=True)
+    with ThreadPoolExecutor(2) as pool:
+        for child in children:
+            child.suspend()
+        waiting = [pool.submit(list, stream), pool.submit(lm._backend._engine.call, "describe")]  # pyright: ignore
+        assert not wait(waiting, timeout=2).done
+        for child in children:
+            child.kill()
+        for one in waiting:
+            with pytest.raises(ms.EngineError, match="has died"):
+                one.result(timeout=60)
+    with pytest.raises(ms.EngineError, match="has died"):
+        lm.capture([PROMPTS[1]])
+    engines.close()
+    assert_rows(engines.get(source.folder).capture([PROMPTS[1]]), source)
 
 
 def test_two_ranks(source: Checkpoint, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

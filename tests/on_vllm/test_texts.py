@@ -13,26 +13,15 @@ from safetensors.torch import save_file
 
 import midstream as ms
 from midstream.core.errors import SpecError
-from on_vllm.checkpoints import CHECKPOINTS, wide
+from on_vllm.checkpoints import CHECKPOINTS
 from on_vllm.kit import ENGINE, Checkpoint, Engines, relative
-from parity.tiny import build
-from unit.tiny_checkpoint import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> tuple[ms.LanguageModel, ms.LanguageModel]:
+def both(bytes_llama: tuple[Path, ms.LanguageModel], engines: Engines) -> tuple[ms.LanguageModel, ms.LanguageModel]:
     """A llama that reads bytes: on an engine, and in process."""
-    import transformers as hf
-
-    folder = tmp_path_factory.mktemp("bytes")
-    tokenizer = byte_tokenizer()
-    config = hf.LlamaConfig(
-        **wide(vocab_size=len(tokenizer), intermediate_size=96, num_key_value_heads=2, bos_token_id=0, eos_token_id=1)
-    )
-    model = build(lambda: hf.LlamaForCausalLM(config))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return engines.get(folder), ms.load(model, tokenizer=tokenizer)
+    folder, lm = bytes_llama
+    return engines.get(folder), lm
 
 
 Both = tuple[ms.LanguageModel, ms.LanguageModel]

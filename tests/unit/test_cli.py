@@ -476,7 +476,9 @@ def test_ctrl_c_ends_with_130_and_one_line(model: Path, tmp_path: Path) -> None:
     time.sleep(4)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout, stderr) == (130, "", "midstream: interrupted\n")
+    assert (stdout, stderr) == ("", "midstream: interrupted\n")
+    # where it came in the middle of an exec(), Python ends by the signal itself; shells say 130 of both
+    assert process.returncode in (130, -signal.SIGINT)
     assert not out.exists()
 
 

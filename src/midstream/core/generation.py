@@ -135,7 +135,8 @@ class Completion:
     the fields are the first choice's and `choices` holds all. `finish_reason` None: aborted, or no token was
     asked for (`lm.capture` with max_tokens=1 samples none). receipt: of the captured rows. steering: what each op did,
     per layer, over all choices. logprobs: one per sampled token; prompt_logprobs: one per prompt token, the first None.
-    error: why there is nothing else, for a request that failed.
+    error: why there is nothing else, for a request that failed. engine_output: what the engine itself said (vLLM: its
+    RequestOutput), None in process.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -148,3 +149,4 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = field(default=None, repr=False)
     error: MidstreamError | None = None
+    engine_output: Any = field(default=None, repr=False, compare=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import spec_error
+from .errors import PromptError, spec_error
 from .generation import GenerationParams, choice_seed, derive_seed
 from .interventions import InterventionSpec
 from .prompts import PreparedPrompt
@@ -80,13 +80,16 @@ def specs_of(entries: Sequence[StateEntry]) -> InterventionSpec | None:
     return InterventionSpec(ops=tuple(op for spec in specs for op in spec.ops))
 
 
-def check_references(items: Sequence[ScoringItem]) -> int:
-    """The one length of all references; E_BAD_PARAM names the first that differs."""
+def check_references(items: Sequence[ScoringItem], vocabulary: int) -> int:
+    """The one length of all references; E_BAD_PARAM names the first that differs, PromptError ids of no token."""
     lengths = [len(item.ref_output_ids) for item in items]
     for index, length in enumerate(lengths):
         if length != lengths[0]:
             message = f"reference {index} has {length} tokens and reference 0 has {lengths[0]}: score them apart"
             raise spec_error("E_BAD_PARAM", "references", message)
+        wrong = next((token for token in items[index].ref_output_ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise PromptError(f"reference {index} has token id {wrong}; the model has ids 0 to {vocabulary - 1}")
     return lengths[0]
 
 

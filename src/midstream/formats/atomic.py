@@ -15,12 +15,13 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: str | PathLike[str]) -> Iterator[Path]:
+def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Path]:
     """A path in the directory of `path` to write to; when the block ends well, it takes the place of `path`.
 
     When the block fails, the temporary file vanishes and `path` is as it was. A link is followed, an existing
-    file's permissions are kept. Raises an OSError in one line, before the block runs, for a directory that is
-    missing or not writable and for a `path` that is no ordinary file.
+    file's permissions are kept. durable: wait for the disk; without, a power cut may take the file. Raises an
+    OSError in one line, before the block runs, for a directory that is missing or not writable and for a `path` that
+    is no ordinary file.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -31,11 +32,12 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     mode = _create(temporary, target)
     try:
         yield temporary
-        _flush(temporary, mode)  # the writer may have put a file of its own there, with other permissions
+        _flush(temporary, mode, durable)  # the writer may have put a file of its own there, with other permissions
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    _flush(target.parent)  # the name is on the disk only now
+    if durable:
+        _flush(target.parent)  # the name is on the disk only now
 
 
 def _create(temporary: Path, target: Path) -> int:
@@ -56,7 +58,7 @@ def _create(temporary: Path, target: Path) -> int:
     return known.st_mode & 0o777
 
 
-def _flush(path: Path, mode: int | None = None) -> None:
+def _flush(path: Path, mode: int | None = None, durable: bool = True) -> None:
     """Wait until a file's bytes (and permissions `mode`), or a directory's names, are on the disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -67,6 +69,7 @@ def _flush(path: Path, mode: int | None = None) -> None:
     try:
         if mode is not None:
             os.fchmod(descriptor, mode)
-        os.fsync(descriptor)
+        if durable:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

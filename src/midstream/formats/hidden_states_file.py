@@ -6,7 +6,8 @@ stream after k blocks: `resid_pre[k]`, which is `resid_post[k - 1]`. A writer ho
 `<file>.lock` from before the file exists until it is complete; a reader takes a shared one.
 
 vLLM writes no layer ids. Ours stand, with the model and the prompt's length, in one JSON text under the
-metadata key `midstream.hidden_states`, which vLLM's reader passes over.
+metadata key `midstream.hidden_states`, which vLLM's reader passes over. A file of selected rows has a third tensor,
+`positions` `[tokens]` int64.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class _About(Wire):
 class HiddenStatesFile:
     """One sequence. hidden_states: `[tokens, layers, hidden]`. token_ids: `[tokens]`, `[0]` where none are kept.
 
-    layer_ids: aux ids, one per layer; None in a file of vLLM's own. prompt_len: where generation begins; None
-    when the file does not say. generated: the sampled ids, the last of which has no row.
+    positions: `[tokens]`, where rows are not simply the first ones. layer_ids: aux ids, one per layer; None in a file
+    of vLLM's own. prompt_len: where generation begins; None when the file does not say. generated: the sampled ids, the
+    last of which has no row.
     """
 
     hidden_states: Tensor
@@ -70,6 +72,7 @@ class HiddenStatesFile:
     model_fingerprint: str = ""
     prompt_len: int | None = None
     generated: tuple[int, ...] = ()
+    positions: Tensor | None = None
 
 
 # --- writing
@@ -133,40 +136,56 @@ def _check_rows(result: CaptureResult, sample: int) -> None:
 def _save_sample(result: CaptureResult, sample: int, columns: Mapping[int, tuple[Site, int]], path: Path) -> Path:
     rows = {site: result.sample(sample, site) for site in {site for site, _ in columns.values()}}
     output = result.outputs[sample]
-    about = _About(
-        layer_ids=tuple(columns),
-        model_ref=result.model_ref,
-        model_fingerprint=result.model_fingerprint,
-        prompt_len=len(output.prompt_token_ids),
-        generated=output.token_ids,
+    file = HiddenStatesFile(
+        torch.stack([rows[site][layer] for site, layer in columns.values()], dim=1),
+        torch.tensor(result.sample_token_ids(sample), dtype=torch.int64),
+        tuple(columns),
+        result.model_ref,
+        result.model_fingerprint,
+        len(output.prompt_token_ids),
+        output.token_ids,
     )
-    tensors = {
-        "hidden_states": torch.stack([rows[site][layer] for site, layer in columns.values()], dim=1),
-        "token_ids": torch.tensor(result.sample_token_ids(sample), dtype=torch.int64),
-    }
-    with _writing(path):
-        return write(path, tensors, {KEY: about.model_dump(mode="json")})
+    lock = locked(path)
+    try:
+        return write_file(path, file)
+    finally:
+        os.close(lock)
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """`<path>.lock` held exclusively, as vLLM's writer does; the lock file stays, for readers open it.
+def write_file(path: str | PathLike[str], file: HiddenStatesFile, *, durable: bool = True) -> Path:
+    """Write one file, whose lock the caller holds. durable: wait until it is on the disk. Raises OSError."""
+    about = _About(
+        layer_ids=file.layer_ids,
+        model_ref=file.model_ref,
+        model_fingerprint=file.model_fingerprint,
+        prompt_len=file.prompt_len,
+        generated=file.generated,
+    )
+    tensors = {"hidden_states": file.hidden_states, "token_ids": file.token_ids}
+    if file.positions is not None:
+        tensors["positions"] = file.positions
+    return write(path, tensors, {KEY: about.model_dump(mode="json")}, durable=durable)
 
-    A new lock file is locked before it gets its name: nobody can take it between the two.
+
+def locked(path: str | PathLike[str]) -> int:
+    """`<path>.lock` held exclusively, as vLLM's writer does, until the descriptor is closed; readers wait for that.
+
+    A new lock file is locked before it gets its name: nobody can take it between the two. The file stays.
     """
     lock = Path(f"{path}.lock")
     new = not lock.exists()
-    name = path.with_name(f".midstream-{secrets.token_hex(8)}.lock") if new else lock
+    name = lock.with_name(f".midstream-{secrets.token_hex(8)}.lock") if new else lock
     descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if new:
             os.replace(name, lock)
-        yield
-    finally:
+    except BaseException:
         os.close(descriptor)
         if new:
             name.unlink(missing_ok=True)
+        raise
+    return descriptor
 
 
 # --- reading
@@ -180,10 +199,13 @@ def read(path: str | PathLike[str], timeout: float | None = 60.0) -> HiddenState
     """
     tensors, about = _read(path, timeout)
     states, ids = tensors.get("hidden_states"), tensors.get("token_ids", torch.empty(0, dtype=torch.int64))
+    positions = tensors.get("positions")
     if states is None or states.ndim != 3:
         raise FileFormatError(f"{path} is not {_WHAT}: it has no tensor hidden_states [tokens, layers, hidden]")
     if ids.ndim != 1 or len(ids) not in (0, len(states)):
         raise FileFormatError(f"{path}: token_ids is {list(ids.shape)} for {len(states)} rows of hidden_states")
+    if positions is not None and positions.shape != (len(states),):
+        raise FileFormatError(f"{path}: positions is {list(positions.shape)} for {len(states)} rows of hidden_states")
     if about.layer_ids is not None and len(about.layer_ids) != states.shape[1]:
         raise FileFormatError(f"{path}: {len(about.layer_ids)} layer ids for {states.shape[1]} layers")
     return HiddenStatesFile(
@@ -194,6 +216,7 @@ def read(path: str | PathLike[str], timeout: float | None = 60.0) -> HiddenState
         about.model_fingerprint,
         about.prompt_len,
         about.generated,
+        positions,
     )
 
 
@@ -294,7 +317,7 @@ def _aux_ids(file: HiddenStatesFile, layer_ids: Sequence[int] | None) -> list[in
 
 
 def _labels(file: HiddenStatesFile, tokens: list[int]) -> Labels:
-    position = np.arange(len(tokens), dtype=np.int64)
+    position = np.arange(len(tokens), dtype=np.int64) if file.positions is None else file.positions.numpy()
     prompt_len = len(tokens) if file.prompt_len is None else file.prompt_len
     generated = position >= prompt_len
     choice = np.where(generated, 0, -1)

@@ -33,8 +33,12 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 """The names that safetensors gives to the types which our formats hold."""
 
 
-def write(path: str | PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
+def write(
+    path: str | PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], *, durable: bool = True
+) -> Path:
     """Write named tensors and JSON texts (key → plain data) as one safetensors file, atomically.
+
+    durable: wait until it is on the disk, as against a power cut.
 
     A view is written as what it shows, not as what it looks into. With one key, the same input gives the
     same bytes. Raises OSError (a full disk too) with the old file untouched, and FileFormatError when the
@@ -47,7 +51,7 @@ def write(path: str | PathLike[str], tensors: Mapping[str, Tensor], metadata: Ma
             f"{path}: texts and token ids of {size / 1e6:.0f} MB, where a file holds {HEADER_LIMIT / 1e6:.0f}: "
             "save fewer prompts in one file"
         )
-    with replacing(path) as temporary:
+    with replacing(path, durable=durable) as temporary:
         try:
             save_file(_apart(tensors), temporary, texts)
         except SafetensorError as error:

@@ -12,7 +12,9 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.core.errors import CaptureError
@@ -160,6 +162,18 @@ class Segments:
         self._bytes += segment.nbytes
         self._in_use[segment.number] = segment
         return segment
+
+    def rows(self, segment: NDArray[np.int64], row: NDArray[np.int64], places: Sequence[Place]) -> Tensor:
+        """Rows by segment and place in it, `[rows]` each, of some places: a copy, `[rows, places, width]`."""
+        numbers = np.unique(segment).tolist()
+        width, dtype = next((one.width, one.dtype) for one in self[numbers[0]].columns if one.place == places[0])
+        out = torch.empty((len(row), len(places), width), dtype=dtype)
+        for number in numbers:
+            found = np.flatnonzero(segment == number)
+            at, mine = torch.as_tensor(found), torch.as_tensor(row[found])
+            for column, place in enumerate(places):
+                out[at, column] = self[number].tensors[place][mine]
+        return out
 
     def free(self, number: int) -> None:
         """Nobody reads a segment any more."""

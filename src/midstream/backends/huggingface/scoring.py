@@ -9,8 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from midstream.core.errors import PromptError, spec_error
-from midstream.core.items import ScoringItem
+from midstream.core.errors import spec_error
 from midstream.taps.locate import TapMap, text_config
 from midstream.taps.passes import Passes
 from midstream.taps.step import Run, step_of
@@ -36,16 +35,6 @@ def _passed_on() -> set[str]:
     from transformers.utils.generic import TransformersKwargs
 
     return set(TransformersKwargs.__optional_keys__ | TransformersKwargs.__required_keys__)
-
-
-def check_ids(model: Any, items: Sequence[ScoringItem]) -> None:
-    """PromptError, naming the reference, for ids that the model has not."""
-    vocabulary = text_config(model).vocab_size
-    for index, item in enumerate(items):
-        for token in item.ref_output_ids:
-            if not 0 <= token < vocabulary:
-                message = f"reference {index} has token id {token}; the model has ids 0 to {vocabulary - 1}"
-                raise PromptError(message)
 
 
 class Scorer:

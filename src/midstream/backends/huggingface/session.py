@@ -42,7 +42,7 @@ from .generating import completions, decode_jobs, decode_loop, growing, steerer_
 from .hooks import steered, tapped
 from .jobs import Job, Workshop, hooks_of
 from .own_generate import check_extra, generate_alone, steered_sites
-from .scoring import Scorer, check_ids
+from .scoring import Scorer
 from .steertest import prove_steering
 from .streaming import chunks_of
 from .structured import Constrainer
@@ -246,9 +246,8 @@ class HuggingFaceSession:
         check_scored(items, params)
         if not items:
             return torch.empty((0, 0))
-        length = check_references(items)
+        length = check_references(items, text_config(self.model).vocab_size)
         check_prompts(self.model, [item.prompt for item in items], max(1, length))
-        check_ids(self.model, items)
         jobs = self._workshop().scoring_jobs(items)
         if not length:
             return torch.empty((len(items), 0))

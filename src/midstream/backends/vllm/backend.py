@@ -21,7 +21,7 @@ from midstream.core.sites import SITES, Site, as_site
 from midstream.formats.artifacts import ArtifactRegistry
 
 from .capabilities import engine_capabilities
-from .engine import Engine, boot
+from .engine import Engine, adopted, boot
 from .offline import VllmSession
 from .reuse import ROWS_KEPT
 
@@ -51,6 +51,14 @@ class VllmBackend(Registered):
         self._session: VllmSession | None = None
         self._released = False
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._llm: Any = None
+
+    @classmethod
+    def adopt(cls, llm: Any, tokenizer: Any = None, registry: ArtifactRegistry | None = None) -> VllmBackend:
+        """A `vllm.LLM` that the caller made with `additional_config={"midstream": {}}`; `release` leaves it running."""
+        found = cls(BackendSpec("vllm", str(llm.llm_engine.model_config.model)), tokenizer, registry)
+        found._llm = llm
+        return found
 
     def capabilities_for_spec(self, spec: BackendSpec) -> BackendCapabilities:
         """What this kind of backend can do with a model that has every site; boots nothing."""
@@ -97,7 +105,14 @@ class VllmBackend(Registered):
     def _booted(self) -> Engine:
         if self._released:
             raise SessionClosedError("this backend was released: load the model again")
-        if self._engine is None:
+        if self._engine is None and self._llm is not None:
+            self._engine = adopted(self._llm, ROWS_KEPT)
+            config = self._llm.llm_engine.model_config
+            self._tokenizer = self._given_tokenizer or (
+                self._llm.get_tokenizer() if self._engine.has_tokenizer else None
+            )
+            self._eos = _eos_ids(config.model, config.trust_remote_code)
+        elif self._engine is None:
             source = self._source()
             arguments, settings = self._arguments(source)
             self._eos = _eos_ids(source, bool(self.spec.options.get("trust_remote_code")))

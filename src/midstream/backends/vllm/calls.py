@@ -175,14 +175,17 @@ def completion_of(request: Request, params: GenerationParams, decode: Decode | N
         reason = finish_reason(output, params)
     except CaptureError as error:
         reason, request.error = None, request.error or error
+    text = None if decode is None else text_of(ids, reason, params, decode)
+    output.text = text or ""  # the engine itself makes none of our requests
     return Completion(
         prompt_token_ids=tuple(request.job.prompt.token_ids),
         token_ids=ids,
-        text=None if decode is None else text_of(ids, reason, params, decode),
+        text=text,
         finish_reason=reason,
         logprobs=token_logprobs(output.logprobs, ids, params.logprobs),
         prompt_logprobs=prompt_logprobs(request.output.prompt_logprobs, request.job.ids, params.prompt_logprobs),
         error=request.error,
+        engine_output=request.output,
     )
 
 

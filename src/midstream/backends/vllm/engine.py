@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Lock
 from typing import Any, Final
-from uuid import uuid4
 
 import torch
 
-from midstream.core.errors import BusyError, EngineError, ModelLoadError, SelfTestError
-from midstream.core.sites import Site, SiteLayout
+from midstream.core.errors import BusyError, EngineError, ModelLoadError
 
 from .environment import boot_environment
+from .facts import FACTS, EngineFacts
+from .liveness import dying
 from .requests import KEY
 from .reuse import RowStore
 
@@ -31,29 +29,17 @@ STAGED_BYTES: Final = 1 << 30
 _AT_BOOT: Final = (
     ValueError, RuntimeError, OSError, TypeError, NotImplementedError, AssertionError, ImportError, KeyError,
 )  # fmt: skip
-_PROBE: Final = ((1, 3, 5), (2, 4, 6))
-"""Places in a vocabulary, in sixteenths, of the two prompts of the self-test."""
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What the workers say of themselves: sites as the self-test found them, and the folders of each rank's rows."""
-
-    layouts: Mapping[Site, Mapping[int, SiteLayout]]
-    refused: Mapping[Site, str]
-    folders: Sequence[Path]
-    fingerprint: str
-    graph: frozenset[str]
 
 
 @dataclass(eq=False)
 class Engine:
-    """A booted engine; `close` frees it."""
+    """An engine that is up. `close` frees it, unless it is the caller's own (`adopted`)."""
 
     llm: Any
     facts: EngineFacts
     store: RowStore
     lora: Any = None
+    own: bool = True
     _staged: dict[str, int] = field(default_factory=dict[str, int])
     _busy: Lock = field(default_factory=Lock)
 
@@ -83,7 +69,7 @@ class Engine:
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """What each worker answers to one of our calls, in the order of their ranks."""
-        with _dying():
+        with dying():
             return self.llm.collective_rpc(f"midstream_{name}", args=args)
 
     def stage(self, ids: Collection[str], file_of: Callable[[str], bytes]) -> None:
@@ -111,11 +97,12 @@ class Engine:
 
     def submit(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> None:
         """Hand one request to the engine, under an id of ours; one of `refusals` where vLLM refuses it."""
-        self.llm.llm_engine.add_request(request_id, dict(prompt), params, lora_request=self.lora)
+        with dying():
+            self.llm.llm_engine.add_request(request_id, dict(prompt), params, lora_request=self.lora)
 
     def step(self) -> list[Any]:
         """Run one step; what vLLM says of the requests that it was about. EngineError when the engine has died."""
-        with _dying():
+        with dying():
             return self.llm.llm_engine.step()
 
     def abort(self, ids: Sequence[str]) -> None:
@@ -124,12 +111,18 @@ class Engine:
         self.call("release", list(ids))
 
     def close(self) -> None:
-        """Free the engine and all that it holds in this process; idempotent."""
-        if self.llm is not None:
-            with suppress(*refusals(), EngineError, RuntimeError):  # one that has died says nothing
+        """Free the engine and all that it holds in this process, or of the caller's own what it holds for us."""
+        if self.llm is None:
+            return
+        with suppress(*refusals(), EngineError, RuntimeError):  # one that has died says nothing
+            if self.own:
                 self.call("close")
+            else:
+                self.call("release", self.store.forget())
+        if self.own:
             _shut_down(self.llm)
-            self.llm = None
+        self.llm = None
+        if self.own:
             _clean_up()
 
 
@@ -148,12 +141,9 @@ def boot(model: str, options: Mapping[str, Any], settings: Mapping[str, Any], ke
         try:
             with boot_environment():
                 llm = vllm.LLM(model=model, **{**given, "additional_config": additional})
-            block = llm.llm_engine.vllm_config.cache_config.block_size
-            return Engine(llm, _examined(llm), RowStore(block, kept_bytes), lora)
+            return _engine(llm, kept_bytes, lora)
         except Exception as error:  # vLLM raises this very class, where a process of its own has failed
             if llm is not None:
-                with suppress(*refusals(), RuntimeError, NotImplementedError):
-                    llm.collective_rpc("midstream_close")
                 _shut_down(llm)
                 llm = None
             _clean_up()
@@ -161,6 +151,27 @@ def boot(model: str, options: Mapping[str, Any], settings: Mapping[str, Any], ke
                 raise
             said = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
             raise ModelLoadError(f"vLLM cannot serve {model!r}: {_telling(said)}") from error
+
+
+def adopted(llm: Any, kept_bytes: int) -> Engine:
+    """An engine that the caller made, with our plugin asked for; ModelLoadError where it was not."""
+    _imported()
+    return _engine(llm, kept_bytes, None, own=False)
+
+
+def _engine(llm: Any, kept_bytes: int, lora: Any, *, own: bool = True) -> Engine:
+    facts = getattr(llm.llm_engine, FACTS, None)
+    if facts is None:
+        asked = isinstance(llm.llm_engine.vllm_config.additional_config, dict) and KEY in (
+            llm.llm_engine.vllm_config.additional_config
+        )
+        raise ModelLoadError(
+            "vLLM did not load our plugin: name `midstream` in VLLM_PLUGINS, or unset it"
+            if asked
+            else "this engine was not asked for taps: make it with additional_config={'midstream': {}}"
+        )
+    block = llm.llm_engine.vllm_config.cache_config.block_size
+    return Engine(llm, facts, RowStore(block, kept_bytes), lora, own)
 
 
 def _telling(lines: Sequence[str]) -> str:
@@ -194,17 +205,6 @@ def _threads_kept() -> Generator[None]:
         torch.set_num_threads(count)
 
 
-@contextmanager
-def _dying() -> Generator[None]:
-    """What vLLM says of an engine whose process has gone, in our words."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineError("the vLLM engine has died, and its requests with it: close it, and load it again") from error
-
-
 def _shut_down(llm: Any) -> None:
     with suppress(AttributeError):  # one that failed half way lacks parts
         llm.llm_engine.engine_core.shutdown()
@@ -225,51 +225,3 @@ def refusals() -> tuple[type[Exception], ...]:
     except ImportError:  # before it had a class for them
         return (ValueError, TypeError)
     return (ValueError, TypeError, VLLMError)
-
-
-def _examined(llm: Any) -> EngineFacts:
-    """Run the self-test: one pass over two prompts, seen by every tap; and one through the compiled graph."""
-
-    def call(name: str, *args: Any) -> list[Any]:
-        return llm.collective_rpc(f"midstream_{name}", args=args)
-
-    try:
-        described = [json.loads(one) for one in call("describe")]
-    except (NotImplementedError, AttributeError) as error:
-        message = "vLLM did not load our plugin: name `midstream` in VLLM_PLUGINS, or unset it"
-        raise ModelLoadError(message) from error
-    call("arm")
-    _run_probe(llm)
-    found = [json.loads(one) for one in call("examine")]
-    _raise_first(found)
-    if found[0]["compiled"] and described[0]["graph"]:
-        call("arm", True)
-        _run_probe(llm)
-        _raise_first([json.loads(one) for one in call("examine", True)])
-    layouts: dict[Site, dict[int, SiteLayout]] = {
-        site: {int(layer): SiteLayout(*one) for layer, one in layers.items()}
-        for site, layers in found[0]["layouts"].items()
-    }
-    folders = [Path(one["folder"]) for one in described]
-    return EngineFacts(
-        layouts, found[0]["refused"], folders, found[0]["fingerprint"],
-        frozenset(described[0]["graph"]),
-    )  # fmt: skip
-
-
-def _run_probe(llm: Any) -> None:
-    from vllm import SamplingParams
-
-    size = llm.llm_engine.model_config.get_vocab_size()
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, skip_reading_prefix_cache=True)
-    for places in _PROBE:
-        prompt = {"prompt_token_ids": [size * place // 16 for place in places]}
-        llm.llm_engine.add_request(f"{KEY}-probe-{uuid4().hex}", prompt, params)
-    while llm.llm_engine.has_unfinished_requests():
-        llm.llm_engine.step()
-
-
-def _raise_first(found: Sequence[Mapping[str, Any]]) -> None:
-    for one in found:
-        if one["error"] is not None:
-            raise SelfTestError(one["error"])

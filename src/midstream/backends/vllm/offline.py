@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from midstream.core.artifacts import Artifact, artifact_bytes
 from midstream.core.backend import BackendCapabilities, Capability, ModelFacts, Progress, Tokens
 from midstream.core.binding import BoundOp, bind
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import PromptError, SessionClosedError, spec_error
+from midstream.core.errors import BusyError, EngineError, PromptError, SessionClosedError, spec_error
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import InterventionSpec, warn_of_idle
 from midstream.core.items import (
@@ -47,6 +48,7 @@ from .engine import Engine
 from .jobs import Job
 from .rendering import canonical_constraint, refuse_extra
 from .rows import Collected, Segmented
+from .standing import Standing
 
 
 class VllmSession:
@@ -68,6 +70,7 @@ class VllmSession:
         self._segmented = Segmented(engine.facts.folders)
         self._closed = False
         self._calls = 0
+        self.standing: Standing | None = None
 
     @property
     def layout(self) -> ModelFacts:
@@ -91,10 +94,26 @@ class VllmSession:
         self._open()
         return self._tokenizer
 
+    def stand(self, spec: CaptureSpec) -> Standing:
+        """Capture every request that comes to the engine from now on, whoever submits it.
+
+        One at a time: an earlier one of the same sites, or that was stopped, is forgotten; else BusyError.
+        """
+        self._open()
+        if self.standing is not None:
+            if self.standing.on and self.standing.spec.sites != spec.sites:
+                raise BusyError(f"a capture of {self.standing.spec.sites[0]} stands on this engine: stop it first")
+            self.standing.end()
+        self.standing = Standing(self._engine, self._facts, self._segmented, spec)
+        return self.standing
+
     def close(self) -> None:
         """End the session; idempotent."""
         if not self._closed:
             self._closed = True
+            if self.standing is not None:
+                with suppress(EngineError):
+                    self.standing.end()
             self._on_close()
 
     def _open(self) -> None:
@@ -233,10 +252,8 @@ class VllmSession:
         check_scored(items, params)
         if not items:
             return torch.empty((0, 0))
-        length = check_references(items)
-        self._check_prompts(
-            [item.prompt for item in items], max(1, length) + 1, [item.ref_output_ids for item in items]
-        )
+        length = check_references(items, self._engine.vocabulary)
+        self._check_prompts([item.prompt for item in items], max(1, length) + 1)
         jobs: list[Job] = []
         for index, item in enumerate(items):
             reference = tuple(int(token) for token in item.ref_output_ids)
@@ -327,19 +344,18 @@ class VllmSession:
         if any(not isinstance(entry, ConstraintEntry) for entry in entries):
             self._capabilities().require([Capability.IN_PROCESS_TORCH], "output_entries")
         found = one_constraint(entries, params)
-        if found is not None:
-            self._capabilities().require([Capability.GUIDED_DECODING], "constraint")
+        if found is not None and not self._engine.has_tokenizer:
+            message = "needs a tokenizer, and this engine was loaded without one"
+            raise spec_error("E_CONSTRAINT", "generation.constraint", message)
         return canonical_constraint(found)
 
-    def _check_prompts(
-        self, prompts: Sequence[PreparedPrompt], max_tokens: int, references: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def _check_prompts(self, prompts: Sequence[PreparedPrompt], max_tokens: int) -> None:
         vocabulary, context = self._engine.vocabulary, self._facts.context_length
         for index, prompt in enumerate(prompts):
             length = len(prompt.token_ids)
             if prompt.multi_modal_data:
                 raise PromptError(f"prompt {index}: this backend takes no multi_modal_data yet: huggingface does")
-            largest = max(*prompt.token_ids, *(references[index] if references else ()), -1)
+            largest = max(*prompt.token_ids, -1)
             if largest >= vocabulary:
                 raise PromptError(f"prompt {index} has token id {largest}; the model has ids 0 to {vocabulary - 1}")
             if context is not None and length + max_tokens > context:

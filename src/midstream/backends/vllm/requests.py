@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, StrictBool, field_serializer
+from pydantic import BeforeValidator, Field, SerializeAsAny, StrictBool, field_serializer, field_validator
 
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import spec_error
 from midstream.core.interventions import InterventionSpec
+from midstream.core.select import SelectSpec
+from midstream.core.sites import Site
 from midstream.core.wire import Int, Wire
 
 KEY: Final = "midstream"
@@ -24,12 +26,40 @@ def _spec(value: Any) -> Any:
     return None if value is None else InterventionSpec.of(value, "")
 
 
+class FileWishes(Wire):
+    """A hidden-states file of a request. aux_layer_ids: vLLM's, where k is the stream after k blocks.
+
+    >>> FileWishes(aux_layer_ids=[3, 0, 3]).places
+    (('resid_pre', 0), ('resid_post', 2))
+    """
+
+    root: ClassVar[str] = "kv_transfer_params"
+
+    aux_layer_ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)]
+    select: SelectSpec | None = None
+
+    @field_validator("select", mode="before")
+    @classmethod
+    def _read_select(cls, value: Any) -> Any:
+        return SelectSpec.read(value, "")
+
+    @field_serializer("select")
+    def _select(self, value: SelectSpec | None) -> dict[str, Any] | None:
+        return None if value is None else value.canonical()
+
+    @property
+    def places(self) -> tuple[tuple[Site, int], ...]:
+        """The site and layer of each id, ascending, each once."""
+        return tuple(("resid_post", one - 1) if one else ("resid_pre", 0) for one in sorted(set(self.aux_layer_ids)))
+
+
 class EngineRequest(Wire):
     """One request's wishes: what is kept of its rows, and what is done to them.
 
     id: ours, unique in the engine. prompt_len: how many of its positions are prompt, whatever the engine takes as its
-    prompt. max_len: a bound on its positions. first: rows before are not wanted (another request has them). decided:
-    what gates decided on this prompt before, by the place of their op.
+    prompt. max_len: a bound on its positions. These three are set by `settled` where they are left out. first: rows
+    before are not wanted (another request has them). decided: what gates decided on this prompt before, by the place
+    of their op. file: in place of a capture, rows that are written to a file.
 
     >>> one = EngineRequest(id="a", prompt_len=2, max_len=4, capture=CaptureSpec(layers=[0]))
     >>> EngineRequest.read(one.text()) == one
@@ -38,11 +68,12 @@ class EngineRequest(Wire):
 
     root: ClassVar[str] = "midstream"
 
-    id: Annotated[str, Field(min_length=1, max_length=128)]
-    prompt_len: Annotated[Int, Field(ge=1)]
-    max_len: Annotated[Int, Field(ge=1, le=1 << 24)]
+    id: Annotated[str, Field(max_length=128)] = ""
+    prompt_len: Annotated[Int, Field(ge=0)] = 0
+    max_len: Annotated[Int, Field(ge=0, le=1 << 24)] = 0
     first: Annotated[Int, Field(ge=0)] = 0
     capture: CaptureSpec | None = None
+    file: FileWishes | None = None
     steering: Annotated[SerializeAsAny[InterventionSpec] | None, BeforeValidator(_spec)] = None
     decided: dict[str, StrictBool] | None = None
 
@@ -53,6 +84,26 @@ class EngineRequest(Wire):
     @field_serializer("steering")
     def _steering(self, value: InterventionSpec | None) -> dict[str, Any] | None:
         return None if value is None else value.canonical()
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether any of its rows are kept."""
+        return self.capture is not None or self.file is not None
+
+    @property
+    def select(self) -> SelectSpec | None:
+        """Which of its rows are kept, where any are."""
+        return self.file.select if self.file is not None else self.capture and self.capture.select
+
+    def settled(self, engine_id: str, prompt_tokens: int, max_tokens: int | None) -> EngineRequest:
+        """The same with what the engine itself knows of it, where nothing else was said."""
+        return self.model_copy(
+            update={
+                "id": self.id or engine_id,
+                "prompt_len": self.prompt_len or prompt_tokens,
+                "max_len": self.max_len or prompt_tokens + (max_tokens or 0),
+            }
+        )
 
     def text(self) -> str:
         """Canonical JSON, tensors by id."""

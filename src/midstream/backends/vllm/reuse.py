@@ -135,6 +135,14 @@ class RowStore:
             dropped.append(request)
         return dropped
 
+    def forget(self) -> list[str]:
+        """Drop everything; whom their workers may forget."""
+        dropped = list(self._kept)
+        self._kept.clear()
+        self._where.clear()
+        self._promised.clear()
+        return dropped
+
     @staticmethod
     def _signed(key: str, spec: CaptureSpec) -> str:
         return f"{key}:{spec.sites}:{spec.layers}:{spec.dtype}"

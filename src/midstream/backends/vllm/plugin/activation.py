@@ -1,8 +1,9 @@
-"""The entry point `vllm.general_plugins`, and the two places of vLLM at which an engine that asks is given taps.
+"""The entry point `vllm.general_plugins`, and the places of vLLM at which an engine that asks is given taps.
 
-vLLM calls `register` in every process. It wraps two methods: that of a worker which loads the model, so that layers
-are wrapped before the first trace, and the constructor of the scheduler, which has the prefix cache. Both look at the
-engine's own configuration first.
+vLLM calls `register` in every process. It wraps four methods: that of a worker which loads the model, so that layers
+are wrapped before the first trace; the constructor of the scheduler, which has the prefix cache; that of the input
+processor, through which every request comes; and that of the engine as its client sees it, which is put to the
+self-test. All look at the engine's own configuration first.
 """
 
 # vLLM is in an environment of its own: type checkers do not see it
@@ -27,12 +28,16 @@ def settings_of(vllm_config: Any) -> dict[str, Any] | None:
 
 
 def register() -> None:
-    """Wrap both methods, once per process."""
+    """Wrap the methods, once per process."""
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu_worker import Worker
 
     _after(Worker, "load_model", _tap_worker)
     _after(Scheduler, "__init__", _tap_scheduler)
+    _after(InputProcessor, "__init__", _tap_input)
+    _after(LLMEngine, "__init__", _examine)
 
 
 def _after(owner: Any, name: str, then: Callable[[Any], None]) -> None:
@@ -62,3 +67,15 @@ def _tap_scheduler(scheduler: Any) -> None:
     from .prefix_cache import attach
 
     attach(scheduler)
+
+
+def _tap_input(processor: Any) -> None:
+    from .admission import attach
+
+    attach(processor)
+
+
+def _examine(engine: Any) -> None:
+    from ..facts import attach
+
+    attach(engine)

@@ -17,6 +17,7 @@ from midstream.core.narrow import is_list
 from midstream.core.sites import Site
 from midstream.taps.locate import Tap, final_modules, find_blocks, searched
 
+from .file_settings import FileSettings
 from .tap_op import touch
 
 
@@ -150,7 +151,7 @@ def check_supported(vllm_config: Any) -> None:
         raise ModelLoadError("midstream reads no pipeline-parallel engine yet: use tensor_parallel_size")
     if vllm_config.speculative_config is not None:
         raise ModelLoadError("midstream reads no engine with speculative decoding yet: leave speculative_config out")
-    if vllm_config.kv_transfer_config is not None:
+    if vllm_config.kv_transfer_config is not None and FileSettings.of(vllm_config) is None:
         raise ModelLoadError("a KV connector may hand steered blocks to others: leave kv_transfer_config out")
     if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
         raise ModelLoadError("midstream labels rows by token: leave enable_prompt_embeds out")

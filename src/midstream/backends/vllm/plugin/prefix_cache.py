@@ -57,8 +57,8 @@ def hit_limit(wishes: EngineRequest, ids: Sequence[int]) -> int | None:
     """
     rows = whole_sequence(ids, wishes.prompt_len)
     wanted = np.zeros(len(ids), dtype=np.bool_)
-    if wishes.capture is not None:
-        wanted |= resolve(wishes.capture.select, rows) & (rows.position >= wishes.first)
+    if wishes.wants_rows:
+        wanted |= resolve(wishes.select, rows) & (rows.position >= wishes.first)
     for place, op in enumerate(wishes.steering.ops if wishes.steering is not None else ()):
         if (
             op.gate is not None and not op.silent and str(place) not in (wishes.decided or {})
@@ -75,7 +75,8 @@ def noticed(request: Any) -> Noticed | None:
     found: Noticed | None = None
     if (text := text_of(request.sampling_params)) is not None and request.prompt_token_ids:
         try:
-            found = Noticed(EngineRequest.read(text), request.prompt_token_ids)
+            ids = request.prompt_token_ids
+            found = Noticed(EngineRequest.read(text).settled(request.request_id, len(ids), None), ids)
         except SpecError:  # the worker says so, to whoever asked
             found = None
     setattr(request, _OURS, found)

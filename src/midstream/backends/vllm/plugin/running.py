@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,18 +15,20 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from midstream.core.binding import BoundOp, bind
-from midstream.core.errors import CaptureError, MidstreamError, SpecError
-from midstream.core.interventions import InterventionSpec, OpReceipt
+from midstream.core.errors import CaptureError, MidstreamError, SpecError, spec_error
+from midstream.core.interventions import InterventionSpec
 from midstream.core.sites import Site, site_layers
 from midstream.formats.artifacts import ArtifactRegistry
+from midstream.taps.fixed import FixedTaps, Replayed, plain_add
 from midstream.taps.segments import Column, Segments
 from midstream.taps.steerer import Steerer
-from midstream.taps.step import StepBatch
+from midstream.taps.step import Ints, StepBatch
 from midstream.taps.stretches import Stretches
 from midstream.taps.tape import Tape, Taping
 
 from ..requests import LINES, EngineRequest, text_of
 from .examine import Examined
+from .one_request import Running, Wanted, plain_error, plain_receipt
 from .places import Place
 from .streams import stream_at
 from .tap_op import at_work
@@ -37,20 +39,6 @@ _KEPT: Final = 4096
 """Requests that ended and whose rows nobody has asked for; past these the oldest is forgotten."""
 _FAULTS: Final = (CaptureError, RuntimeError, ValueError, IndexError, TypeError, OSError)
 """What a tap may raise in the middle of a pass: it fails the requests that have taps, never the engine."""
-
-
-@dataclass(eq=False)
-class Running:
-    """One request. engine_id: vLLM's own. cached: how many of its rows came from the prefix cache at its start."""
-
-    number: int
-    engine_id: str
-    wishes: EngineRequest
-    ops: tuple[BoundOp, ...]
-    prompt: Sequence[int]
-    cached: int
-    taped: bool
-    error: MidstreamError | None = None
 
 
 class RunningRequests:
@@ -99,7 +87,7 @@ class RunningRequests:
     def _begins(self, new: Any, text: str) -> None:
         engine_id, prompt, cached = new.req_id, new.prompt_token_ids, new.num_computed_tokens
         try:
-            wishes = EngineRequest.read(text)
+            wishes = EngineRequest.read(text).settled(engine_id, len(prompt or ()), new.sampling_params.max_tokens)
         except SpecError:
             return  # its id is not known either: whoever sent it finds no answer, and says so
         if wishes.id in self._by_id:
@@ -121,9 +109,9 @@ class RunningRequests:
             running.error = error if isinstance(error, MidstreamError) else CaptureError(str(error))
             return
         running.ops = ops
+        running.sites = frozenset([*(one.site for one in columns), *(one.op.site for one in ops)])
         if columns:
-            select = wishes.capture.select if wishes.capture is not None else None
-            self._tape.admit(number, Taping(columns, select, wishes.max_len, wishes.first))
+            self._tape.admit(number, Taping(columns, wishes.select, wishes.max_len, wishes.first))
             running.taped = True
         if running.ops:
             self._steerer.admit(number, running.ops, {int(at): of for at, of in (wishes.decided or {}).items()})
@@ -149,21 +137,33 @@ class RunningRequests:
 
     def _columns(self, wishes: EngineRequest) -> tuple[Column, ...]:
         """What this rank keeps of a request's rows; SpecError for a site or layer that the model has not."""
-        if wishes.capture is None:
+        examined, dtype = self.examined, None
+        places: Sequence[tuple[Site, int]]
+        if wishes.file is not None:
+            places = wishes.file.places
+            if absent := [layer for site, layer in places if layer not in examined.whole_layouts.get(site, ())]:
+                raise spec_error(
+                    "E_LAYER_RANGE", "kv_transfer_params.aux_layer_ids", f"the model has no layer {absent[0]}"
+                )
+        elif wishes.capture is not None:
+            capture = wishes.capture
+            dtype = getattr(torch, capture.dtype) if capture.dtype else None
+            sites = site_layers(capture.sites, capture.layers, examined.whole_layouts, examined.refused)
+            places = [(site, layer) for site, layers in sites.items() for layer in layers]
+        else:
             return ()
-        dtype = getattr(torch, wishes.capture.dtype) if wishes.capture.dtype else None
         found: list[Column] = []
-        examined = self.examined
-        sites = site_layers(wishes.capture.sites, wishes.capture.layers, examined.whole_layouts, examined.refused)
-        for site, layers in sites.items():
-            for layer in layers:
-                if self.examined.keeps(site):
-                    width, own = self.examined.widths[site, layer]
-                    found.append(Column(site, layer, width, dtype or own))
+        for site, layer in places:
+            if examined.keeps(site):
+                width, own = examined.widths[site, layer]
+                found.append(Column(site, layer, width, dtype or own))
         return tuple(found)
 
     def _ended(self, engine_id: str) -> None:
         self.number_of.pop(engine_id, None)
+        number = self._by_id.get(engine_id)
+        if self.examined.rank and number is not None and self._requests[number].wishes.file is not None:
+            self.release([engine_id])  # the first rank writes it
         if len(self._requests) > _KEPT:
             running = set(self.number_of.values())
             oldest = next((one for number, one in self._requests.items() if number not in running), None)
@@ -191,9 +191,21 @@ class RunningRequests:
 
     # --- a pass
 
+    def wanted(self, scheduled: Mapping[str, int]) -> Wanted:
+        """What the requests of a step want of it. scheduled: the engine's id → how many rows it has."""
+        sites: set[Site] = set()
+        rows, plain = 0, True
+        for engine_id, count in scheduled.items():
+            number = self.number_of.get(engine_id)
+            if number is not None:
+                running, rows = self._requests[number], rows + count
+                sites |= running.sites
+                plain = plain and all(plain_add(one.op) for one in running.ops)
+        return Wanted(sites, rows, plain)
+
     @contextmanager
-    def passing(self, step: StepBatch, device: torch.device) -> Generator[None]:
-        """While open, a forward pass runs over these rows."""
+    def passing(self, step: StepBatch, device: torch.device, fixed: FixedTaps | None = None) -> Generator[None]:
+        """While open, a forward pass runs over these rows. fixed: it is a replay, on these buffers."""
         self._broken = None
         self._taping, self._steering = set(), set()
         steered = step.take(np.isin(step.request, sorted(self._steered)))
@@ -209,8 +221,14 @@ class RunningRequests:
         wanted = self._taping | self._steering
         self._active = {self.examined.chosen[place].number: self.examined.chosen[place] for place in wanted}
         try:
-            with at_work(self) if self._active else nullcontext():
+            if fixed is None:
+                with at_work(self) if self._active else nullcontext():
+                    yield
+            else:
+                read = np.unique(step.row)
+                self._tell(fixed, read, steered, device)
                 yield
+                self._read_back(fixed, read, step.size)
             self._close(step, steered)
         finally:
             self._active = {}
@@ -233,6 +251,33 @@ class RunningRequests:
                 self._tape.record(where, stream_at(found, delta, residual))
         except _FAULTS as error:
             self._broken, self._active = error, {}
+
+    def _tell(self, fixed: FixedTaps, read: Ints, steered: StepBatch, device: torch.device) -> None:
+        """Write down what a replay reads, and what it adds: what the ops make of rows of zeros."""
+        added: dict[int, Tensor] = {}
+        if self._broken is None and len(steered):
+            adding = Steerer([self._requests[n].ops if n in self._steered else () for n in range(len(self._requests))])
+            adding.begin(replace(steered, size=len(read), row=np.searchsorted(read, steered.row), again=None), device)
+            for where in sorted(adding.places):
+                place = self.examined.chosen[where].number
+                zeros = torch.zeros((len(read), self.examined.widths[where][0]), device=device)
+                if (changed := adding.steer(*where, zeros)) is not None:
+                    added[place] = changed
+        fixed.fill(read, added)
+
+    def _read_back(self, fixed: FixedTaps, read: Ints, size: int) -> None:
+        """After a replay: count what was added, and keep what was left."""
+        slots = np.full(size, -1, dtype=np.int64)
+        slots[read] = np.arange(len(read))
+        try:
+            for place in self._active.values():
+                where = (place.site, place.layer)
+                if where in self._steering:
+                    self._steerer.change(*where, Replayed(fixed, place.number, slots, before=True))
+                if where in self._taping:
+                    self._tape.record(where, Replayed(fixed, place.number, slots))
+        except _FAULTS as error:
+            self._broken = error
 
     def _close(self, step: StepBatch, steered: StepBatch) -> None:
         """Note what failed in a pass: all that have taps, where a tap did; else one by one."""
@@ -263,8 +308,10 @@ class RunningRequests:
 
     # --- what came of it
 
-    def collect(self, ids: Sequence[str]) -> bytes:
+    def collect(self, ids: Sequence[str], keep: bool = False) -> bytes:
         """Where the rows of some requests are, and what was done to them. The rows stay until `release`.
+
+        keep: so do the requests, which can be collected again.
 
         A safetensors file: LINES, int64 `[rows]`, request being the place in `ids`; metadata, in JSON: requests,
         segments.
@@ -275,7 +322,7 @@ class RunningRequests:
         for place, one in enumerate(ids):
             number = self._by_id.get(one)
             if number is None:
-                described.append({"id": one, "error": _plain_error(CaptureError("the engine does not know it"))})
+                described.append({"id": one, "error": plain_error(CaptureError("the engine does not know it"))})
                 continue
             running = self._requests[number]
             if running.taped:
@@ -290,19 +337,43 @@ class RunningRequests:
             described.append({
                 "id": one,
                 "cached": running.cached,
-                "steering": [_plain_receipt(receipt) for receipt in tally],
+                "steering": [plain_receipt(receipt) for receipt in tally],
                 "decided": self._steerer.decided(number) if running.ops else {},
-                "error": None if running.error is None else _plain_error(running.error),
+                "error": None if running.error is None else plain_error(running.error),
             })  # fmt: skip
         metadata = {
             "requests": json.dumps(described),
             "segments": json.dumps([self.segments[number].plain() for number in sorted(used)]),
         }
-        for one in ids:
+        for one in () if keep else ids:
             if one in self._by_id:
                 self._forget(self._requests[self._by_id[one]], reader=one)
         empty = np.zeros(0, dtype=np.int64)
         return save({name: np.concatenate([empty, *parts]) for name, parts in columns.items()}, metadata)
+
+    def take(self, one: str) -> tuple[EngineRequest, Ints, Tensor]:
+        """The rows of a request that gets a file: its wishes, `[rows]` positions, `[rows, layers, width]`, a copy."""
+        number = self._by_id.get(one)
+        if number is None:
+            raise CaptureError("its rows are gone: too many requests ended that nobody asked for")
+        running = self._requests[number]
+        if running.error is not None:
+            raise running.error
+        assert running.wishes.file is not None
+        places = running.wishes.file.places
+        taken = self._tape.taken(number)
+        if not len(taken.position):
+            width, dtype = self.examined.widths[places[0]]
+            return running.wishes, taken.position, torch.empty((0, len(places), width), dtype=dtype)
+        return running.wishes, taken.position, self.segments.rows(taken.segment, taken.row, places)
+
+    def standing(self) -> list[str]:
+        """vLLM's ids of the requests that have no id of ours, and whose rows wait for whoever asks."""
+        return [
+            one.wishes.id
+            for one in self._requests.values()
+            if one.wishes.id == one.engine_id and one.wishes.capture is not None
+        ]
 
     def release(self, ids: Sequence[str]) -> None:
         """The rows of some requests have been read, or nobody will read them: their room is used again."""
@@ -314,16 +385,3 @@ class RunningRequests:
     def close(self) -> None:
         """Remove every file."""
         self.segments.clear()
-
-
-def _plain_error(error: MidstreamError) -> dict[str, Any]:
-    """An error as JSON has it."""
-    if isinstance(error, SpecError):
-        return {"code": error.code, "path": error.path, "message": error.message}
-    return {"message": str(error)}
-
-
-def _plain_receipt(receipt: OpReceipt) -> list[Any]:
-    return [
-        receipt.op, receipt.kind, receipt.site, receipt.layer, receipt.computed, receipt.relative, receipt.skipped,
-    ]  # fmt: skip

@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from midstream.taps.fixed import FixedTaps
+
 
 class AtWork(Protocol):
     """What handles the rows at a place."""
@@ -23,28 +25,45 @@ class AtWork(Protocol):
 
 
 class _Current:
-    """The taps of the forward pass under way in this process; None while nothing is asked of a pass."""
+    """The taps of the forward pass under way in this process; None while nothing is asked of a pass.
+
+    fixed: the work that a graph records, of the engine that records any.
+    """
 
     taps: AtWork | None = None
+    fixed: FixedTaps | None = None
 
 
 CURRENT: Final = _Current()
 
 
+def recording() -> bool:
+    """Whether a graph is being recorded of what this thread does."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _at(place: int, delta: Tensor, residual: Tensor | None) -> None:
+    fixed = CURRENT.fixed
+    if fixed is not None and recording():
+        if place in fixed.places:
+            fixed.at(place, delta, residual)
+    elif CURRENT.taps is not None:
+        CURRENT.taps.at(place, delta, residual)
+
+
 def _tap(delta: Tensor, place: int) -> None:
-    if CURRENT.taps is not None:
-        CURRENT.taps.at(place, delta, None)
+    _at(place, delta, None)
 
 
 def _tap_fused(delta: Tensor, residual: Tensor, place: int) -> None:
-    if CURRENT.taps is not None:
-        CURRENT.taps.at(place, delta, residual)
+    _at(place, delta, residual)
 
 
 def _nothing(*_: Any) -> None:
     """What a tracer sees of it."""
 
 
+OPS: Final = ("midstream::tap", "midstream::tap_fused")
 _LIBRARY: Final = torch.library.Library("midstream", "FRAGMENT")
 for _schema, _body in (
     ("tap(Tensor(a!) delta, int place) -> ()", _tap),
@@ -74,5 +93,5 @@ def touch(place: int, in_graph: bool, delta: Tensor, residual: Tensor | None) ->
                 torch.ops.midstream.tap(delta, place)
             else:
                 torch.ops.midstream.tap_fused(delta, residual, place)
-    elif CURRENT.taps is not None:
-        CURRENT.taps.at(place, delta, residual)
+    elif CURRENT.taps is not None or CURRENT.fixed is not None:
+        _at(place, delta, residual)
