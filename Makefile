@@ -24,6 +24,7 @@ ARGS ?=
 BIN := .venv/bin
 VBIN := .venv-vllm/bin
 VSTAMP := .venv-vllm/.midstream-setup
+GPU_PYTHON ?= $(VBIN)/python
 VPIP := $(VBIN)/python -m pip --disable-pip-version-check install -qq
 VPYTEST := $(VBIN)/python -m pytest
 STAMP := .venv/.midstream-setup
@@ -35,7 +36,7 @@ export HF_HUB_OFFLINE := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help setup setup-vllm demo test test-fast test-slow check format bench bench-vllm docs clean
+.PHONY: help setup setup-vllm demo test test-fast test-slow check format bench bench-vllm gpu-check docs clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -119,6 +120,11 @@ bench-vllm: $(STAMP) $(VSTAMP) ## measure the speed of taps in a vLLM engine and
 	@echo 'bench-vllm: measuring'
 	@$(BIN)/python benchmarks/engines.py
 	@$(BIN)/python benchmarks/publish.py vllm
+	@$(BIN)/python benchmarks/engine_cases.py
+	@$(BIN)/python benchmarks/publish.py cases
+
+gpu-check: ## on a machine with a GPU: captures and steers under CUDA graphs, and their speed (GPU_PYTHON: with a vLLM)
+	@$(GPU_PYTHON) tools/gpu_check.py
 
 docs: $(STAMP) ## rewrite the generated parts of the documents and build the site into site/
 	@echo 'docs: generated parts'

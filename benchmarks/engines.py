@@ -35,7 +35,10 @@ LENS = ("vllm-lens==1.3.0", "cloudpickle", "zstandard")
 KINDS = {
     "eager": ("plain", "midstream", "lens", "extraction-1", "extraction-all"),
     "compiled": ("plain", "midstream", "midstream-skip"),
+    "piecewise": ("plain", "midstream"),
+    "full": ("plain", "midstream"),
 }
+"""Mode → the engines that are asked in it. The last two are CUDA graphs: tools/gpu_check.py."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Settings:
     modes: tuple[str, ...]
     threads: int
     torch: str
+    python: str
     out: str
     more: bool
 
@@ -57,7 +61,7 @@ class EngineProcess(LineProcess):
     """One engine in a process of its own; Unavailable where it does not come up."""
 
     def __init__(self, kind: str, mode: str, prompts: Path, settings: Settings, scratch: Path) -> None:
-        python = lens_python(settings.torch) if kind == "lens" else VLLM_PYTHON
+        python = lens_python(settings.torch) if kind == "lens" else Path(settings.python)
         script, threads = HERE / "peers" / "vllm_engine.py", settings.threads
         plugin = {"midstream": "midstream", "lens": "activations"}.get(kind.partition("-")[0], "")
         super().__init__(
@@ -167,9 +171,10 @@ def _read_arguments() -> Settings:
     parser = argparse.ArgumentParser(description="Measure the speed of taps in a vLLM engine.")
     parser.add_argument("--small", action="store_true", help="8 prompts and 2 repetitions: does it run?")
     parser.add_argument("--repetitions", type=int, help="turns that every subject takes (9; small: 2)")
-    parser.add_argument("--modes", default="eager,compiled", help="eager, compiled, or both")
+    parser.add_argument("--modes", default="eager,compiled", help=f"some of {', '.join(KINDS)}")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every process")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for in vllm-lens' environment")
+    parser.add_argument("--python", default=str(VLLM_PYTHON), help="of an environment with vLLM and midstream")
     parser.add_argument("--out", help="file for the figures")
     parser.add_argument("--more", action="store_true", help="add repetitions to the figures that are there")
     given = parser.parse_args()
@@ -184,6 +189,7 @@ def _read_arguments() -> Settings:
         modes=modes,
         threads=given.threads,
         torch=given.torch,
+        python=given.python,
         out=given.out or str(RESULTS / ("vllm-small.json" if given.small else "vllm.json")),
         more=given.more,
     )

@@ -32,11 +32,11 @@ class LineProcess:
 
     def timed(self, **request: object) -> Timing:
         """Ask for a run, which is timed in the process itself."""
-        return Timing(**self._ask({"do": "run", **request}))
+        return Timing(**self.ask({"do": "run", **request}))
 
     def tensors(self, **request: object) -> dict[tuple[int, int], Tensor]:
         """Ask for rows, which come in a file, by prompt and layer."""
-        self._ask({"do": "rows", "file": str(self._rows_file), **request})
+        self.ask({"do": "rows", "file": str(self._rows_file), **request})
         tensors = load_file(self._rows_file)
         self._rows_file.unlink()
         return {_prompt_and_layer(name): rows for name, rows in tensors.items()}
@@ -50,7 +50,8 @@ class LineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _ask(self, request: dict) -> dict:
+    def ask(self, request: dict) -> dict:
+        """Put one request; its answer. Raises Unavailable if the process ends."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()

