@@ -122,6 +122,8 @@ bench-vllm: $(STAMP) $(VSTAMP) ## measure the speed of taps in a vLLM engine and
 	@$(BIN)/python benchmarks/publish.py vllm
 	@$(BIN)/python benchmarks/engine_cases.py
 	@$(BIN)/python benchmarks/publish.py cases
+	@$(BIN)/python benchmarks/engines.py --modes files
+	@$(BIN)/python benchmarks/publish.py files
 
 gpu-check: ## on a machine with a GPU: captures and steers under CUDA graphs, and their speed (GPU_PYTHON: with a vLLM)
 	@$(GPU_PYTHON) tools/gpu_check.py

@@ -48,7 +48,7 @@ def render_vllm(figures: dict) -> str:
     return "\n\n".join(parts)
 
 
-def _setting(figures: dict, runs: Runs) -> str:
+def _setting(figures: dict, runs: Runs, errors: bool = True) -> str:
     settings, versions = figures["settings"], figures["versions"]
     count = min(map(len, runs.values()))
     interval = median_interval([0.0] * count)
@@ -59,8 +59,12 @@ def _setting(figures: dict, runs: Runs) -> str:
         f"{versions['processor']}; "
         f"{engine}, torch {versions['torch']}. Each engine in a process of its own, all alive; "
         f"{count} repetitions in turns, medians with their {interval.coverage:.0%} interval, an aim is met when the "
-        "interval reaches it. What is captured is delivered: labelled, in tensors of the caller. *Row error* as above; "
-        f"transformers' own bfloat16 forward has {error_of(figures, 'plain')} over all blocks."
+        "interval reaches it."
+    ) + (
+        " What is captured is delivered: labelled, in tensors of the caller. *Row error* as above; transformers' own "
+        f"bfloat16 forward has {error_of(figures, 'plain')} over all blocks."
+        if errors
+        else ""
     )
 
 
@@ -84,6 +88,30 @@ def _other(figures: dict, runs: Runs, tool: str, what: str, subject: str, aim: f
     return (tool, what, shown(wall), shown(cpu), aimed, met(wall.reaches(aim)), error_of(figures, f"eager: {subject}"))
 
 
+# The run of an engine; the run of the plain one; midstream's aim.
+FILES = (
+    ("midstream", "prefill", "files: files, prefill", "plain: prefill", 0.90),
+    ("midstream", "decode", "files: files, decode", "plain: decode", 0.90),
+    ("vLLM's extraction", "prefill", "extraction-3: files, prefill", "plain: prefill", None),
+    ("vLLM's extraction", "decode", "extraction-3: files, decode", "plain: decode", None),
+)
+
+
+def render_files(figures: dict) -> str:
+    """Return all that stands between the marks."""
+    runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
+    rows: list[tuple[str, ...]] = []
+    for tool, what, subject, plain, aim in FILES:
+        if f"files: {subject}" in runs:
+            given = runs[f"files: {plain}"], runs[f"files: {subject}"]
+            wall, cpu = (ratio(*given, clock) for clock in ("wall", "cpu"))
+            aimed = ("", "") if aim is None else (f"≥ {aim:.2f}", met(wall.reaches(aim)))
+            rows.append((tool, what, shown(wall), shown(cpu), *aimed))
+    skipped = [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
+    head = ("Written by", "While", "Speed, of plain vLLM: wall", "CPU", "Aim", "Met")
+    return "\n\n".join([_setting(figures, runs, errors=False), table(head, rows), *skipped])
+
+
 def render_cases(figures: dict) -> str:
     """Return all that stands between the marks."""
     versions = figures["versions"]
@@ -91,7 +119,7 @@ def render_cases(figures: dict) -> str:
         "Requests",
         "Rows due",
         "midstream: rows, largest error of one",
-        f"vllm-lens {versions['vllm-lens']}: likewise",
+        f"vllm-lens {versions.get('vllm-lens', '')}: likewise",
     )
     rows = [
         (case["what"], str(case["midstream"]["due"]), _found(case["midstream"]), _found(case["lens"]))

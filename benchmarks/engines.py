@@ -1,6 +1,7 @@
 """The speed of taps in a vLLM engine: against plain vLLM, vllm-lens and vLLM's own extraction. All in one run.
 
     python benchmarks/engines.py                      the published run: 96 prompts of 128 tokens, 9 repetitions
+    python benchmarks/engines.py --modes files        files for draft training, into build/benchmarks/files.json
     python benchmarks/engines.py --small --modes eager
 
 Needs .venv-vllm (`make setup-vllm`); vllm-lens gets an environment of its own. Every engine lives in a process of its
@@ -35,10 +36,12 @@ LENS = ("vllm-lens==1.3.0", "cloudpickle", "zstandard")
 KINDS = {
     "eager": ("plain", "midstream", "lens", "extraction-1", "extraction-all"),
     "compiled": ("plain", "midstream", "midstream-skip"),
+    "files": ("plain", "files", "extraction-3"),
+    "graphs-off": ("plain", "midstream"),
     "piecewise": ("plain", "midstream"),
     "full": ("plain", "midstream"),
 }
-"""Mode → the engines that are asked in it. The last two are CUDA graphs: tools/gpu_check.py."""
+"""Mode → the engines that are asked in it. `files` writes hidden-states files; the last three are for CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class EngineProcess(LineProcess):
     def __init__(self, kind: str, mode: str, prompts: Path, settings: Settings, scratch: Path) -> None:
         python = lens_python(settings.torch) if kind == "lens" else Path(settings.python)
         script, threads = HERE / "peers" / "vllm_engine.py", settings.threads
-        plugin = {"midstream": "midstream", "lens": "activations"}.get(kind.partition("-")[0], "")
+        plugin = {"midstream": "midstream", "files": "midstream", "lens": "activations"}.get(kind.partition("-")[0], "")
         super().__init__(
             f"{kind}-{mode}",
             [python, script, kind, mode, smollm2_path(), prompts, threads],
@@ -190,7 +193,7 @@ def _read_arguments() -> Settings:
         threads=given.threads,
         torch=given.torch,
         python=given.python,
-        out=given.out or str(RESULTS / ("vllm-small.json" if given.small else "vllm.json")),
+        out=given.out or str(RESULTS / f"{'files' if modes == ('files',) else 'vllm'}{'-small' * given.small}.json"),
         more=given.more,
     )
 

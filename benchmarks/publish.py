@@ -1,6 +1,6 @@
 """Write the figures of the last runs of the benchmarks into docs/benchmarks.md, between their marks.
 
-python benchmarks/publish.py capture|generate|vllm|cases [--figures FILE] [--print]
+python benchmarks/publish.py capture|generate|vllm|cases|files [--figures FILE] [--print]
 """
 
 import argparse
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from engine_tables import render_cases, render_vllm
+from engine_tables import render_cases, render_files, render_vllm
 from measure import Timing, median_interval, ratio
 from tables import error_of, met, shown, table
 
@@ -234,7 +234,13 @@ def _time_row(runs: Runs, what: str, figure: str, subject: str, base: str, aim: 
     return (what, figure, shown(wall), shown(cpu), f"≤ {aim:.2f}", met(wall.stays_under(aim)))
 
 
-RENDERERS = {"capture": render_capture, "generate": render_generate, "vllm": render_vllm, "cases": render_cases}
+RENDERERS = {
+    "capture": render_capture,
+    "generate": render_generate,
+    "vllm": render_vllm,
+    "cases": render_cases,
+    "files": render_files,
+}
 
 
 if __name__ == "__main__":

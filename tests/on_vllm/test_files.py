@@ -97,7 +97,7 @@ def test_each_request_has_its_own_wishes(llm: Any, source: Checkpoint) -> None:
     files = [
         {"aux_layer_ids": [3], "include_output_tokens": True},
         None,
-        {"aux_layer_ids": [1, 2], "rows": "prompt[-1], generated"},
+        {"aux_layer_ids": [1, 2], "select": "prompt[-1], generated"},
         {"aux_layer_ids": [0], "include_output_tokens": False},
     ]
     outputs = generated(llm, files)
@@ -139,8 +139,8 @@ def test_every_choice_has_a_file(llm: Any, source: Checkpoint) -> None:
         ({"aux_layer_ids": []}, {}, "E_BAD_PARAM at kv_transfer_params.aux_layer_ids"),
         ({"aux_layer_ids": [-1]}, {}, "E_BAD_PARAM at kv_transfer_params.aux_layer_ids"),
         ({"include_output_tokens": True}, {}, "E_BAD_PARAM at kv_transfer_params.aux_layer_ids: name the layers"),
-        ({"aux_layer_ids": [1], "rows": "prompt[a]"}, {}, "E_SELECTION at kv_transfer_params.rows"),
-        ({"aux_layer_ids": [1], "rows": "prompt", "include_output_tokens": True}, {}, "give one of the two"),
+        ({"aux_layer_ids": [1], "select": "prompt[a]"}, {}, "E_SELECTION at kv_transfer_params.select"),
+        ({"aux_layer_ids": [1], "select": "prompt", "include_output_tokens": True}, {}, "give one of the two"),
         ({"aux_layer_ids": [1], "include_output_tokens": "yes"}, {}, "is true or false"),
         ({"aux_layers": [1]}, {}, "E_UNKNOWN_FIELD at kv_transfer_params.aux_layers"),
         ([1], {}, "E_BAD_PARAM at kv_transfer_params"),
@@ -151,6 +151,24 @@ def test_refused_on_the_way_in(llm: Any, files: Any, given: dict[str, Any], mess
         llm.llm_engine.add_request("one", {"prompt_token_ids": [5]}, params(files, **given))
     assert message in str(raised.value)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_what_a_file_does_not_go_with_is_refused() -> None:
+    from types import SimpleNamespace
+
+    from midstream.backends.vllm.plugin.admission import Admission
+    from midstream.backends.vllm.plugin.file_settings import FileSettings
+
+    admission = Admission(FileSettings(), 3)
+    wanted: dict[str, Any] = {"kv_transfer_params": {"aux_layer_ids": [1]}}
+    with pytest.raises(SpecError, match=r"E_BAD_PARAM at stop: .*use stop_token_ids"):
+        admission.wishes_of("a", SimpleNamespace(max_tokens=1, stop=["x"], extra_args=wanted))
+    for text, message in (
+        ('{"id":"a"}', "a call of an lm gets no file"),
+        ('{"id":"b"}', "is written by calls of an lm"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            admission.wishes_of("a", SimpleNamespace(max_tokens=1, stop=[], extra_args={**wanted, "midstream": text}))
 
 
 def test_an_aborted_request_leaves_nothing(llm: Any, storage: Path) -> None:
@@ -171,6 +189,18 @@ def test_an_aborted_request_leaves_nothing(llm: Any, storage: Path) -> None:
 def check_alive(llm: Any) -> None:
     (output,) = generated(llm, {"aux_layer_ids": [1]}, PROMPTS[2:3])
     assert len(hidden_states_file.read(path_of(output)).hidden_states) == 5
+
+
+def test_ids_that_begin_one_another_have_each_its_own_file(llm: Any, source: Checkpoint) -> None:
+    engine = llm.llm_engine
+    prompts = {"a": [5, 6], "a-b": [7, 8, 9], "1_a": [10], "a-12345678": [11, 12, 13, 14]}
+    for one, ids in prompts.items():
+        engine.add_request(one, {"prompt_token_ids": ids}, params({"aux_layer_ids": [2]}))
+    found: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+    for one, ids in prompts.items():
+        check(hidden_states_file.read_tensors(path_of(found[one])), rows_of(source, ids, [2]), ids)
 
 
 def test_a_disk_that_is_full(
@@ -208,30 +238,34 @@ def test_defaults_no_locks_and_a_bound(source: Checkpoint, tmp_path: Path, users
     given = transfer(tmp_path / "new", aux_layer_ids=[1, 3], use_synchronization_lock=False, max_storage_bytes=3 * size)
     with users_llm(source.folder, kv_transfer_config=given, skip_tokenizer_init=True) as llm:
         paths = [path_of(generated(llm, None, [[*PROMPTS[0][:-1], 20 + i]])[0]) for i in range(6)]
-        llm.llm_engine.collective_rpc("midstream_close")  # what is being written is finished first
+    # what is being written as the engine ends is finished first
     assert [Path(path).exists() for path in paths] == [False] * 3 + [True] * 3
     assert not list((tmp_path / "new").glob("*.lock"))
     assert hidden_states_file.read(paths[-1]).layer_ids == (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("extra", "message"),
     [
         ({"allow_custom_save_path": True}, "allow_custom_save_path: no path is taken from a request"),
-        ({"num_writer_threads": 0}, "num_writer_threads is 0"),
-        ({"layers": [1]}, "kv_connector_extra_config has no 'layers'"),
-        ({"aux_layer_ids": [-1]}, "kv_connector_extra_config.kv_transfer_params.aux_layer_ids"),
+        ({"num_writer_threads": 0}, "E_BAD_PARAM at kv_connector_extra_config.num_writer_threads"),
+        ({"use_synchronization_lock": "false"}, "E_BAD_PARAM at kv_connector_extra_config.use_synchronization_lock"),
+        ({"layers": [1]}, "E_UNKNOWN_FIELD at kv_connector_extra_config.layers"),
+        ({"aux_layer_ids": [-1]}, "E_BAD_PARAM at kv_connector_extra_config.aux_layer_ids"),
+        ({"max_storage_bytes": -1}, "E_BAD_PARAM at kv_connector_extra_config.max_storage_bytes"),
     ],
 )
-def test_settings_that_cannot_be(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be(tmp_path: Path, extra: dict[str, Any], message: str) -> None:
     from types import SimpleNamespace
 
     from midstream.backends.vllm.plugin.file_settings import FileSettings
 
-    given = SimpleNamespace(**{"kv_connector_extra_config": {}, **transfer(tmp_path, **more)})
+    given = {**transfer(tmp_path), "kv_connector_extra_config": extra}
     with pytest.raises(ModelLoadError) as raised:
-        FileSettings.of(SimpleNamespace(kv_transfer_config=given))
+        FileSettings.read(SimpleNamespace(kv_transfer_config=SimpleNamespace(**given)))
     assert message in str(raised.value)
+    with pytest.raises(ModelLoadError, match=r"aux_layer_ids: 7 is not in 0\.\.3"):
+        FileSettings(aux_layer_ids=(7,)).check_layers(3)
 
 
 def test_a_storage_that_cannot_be_written(tmp_path: Path) -> None:
@@ -239,7 +273,7 @@ def test_a_storage_that_cannot_be_written(tmp_path: Path) -> None:
 
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelLoadError, match=r"shared_storage_path .*file/below: Not a directory: name another"):
-        FileSettings(tmp_path / "file" / "below").check_directory()
+        FileSettings(shared_storage_path=str(tmp_path / "file" / "below")).check_directory()
 
 
 @pytest.mark.slow

@@ -184,6 +184,37 @@ def test_an_incomplete_capture_raises_and_the_others_can_be_fetched(llm: Any, lm
     hs.stop_capture(llm)
 
 
+def test_outputs_that_come_in_parts(llm: Any, lm: ms.LanguageModel) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, prompt = llm.llm_engine, [5, 6, 7]
+    hs.start_capture(llm, layers=[1])
+    for kind in RequestOutputKind:
+        engine.add_request(kind.name, {"prompt_token_ids": prompt}, params(max_tokens=5, output_kind=kind))
+    with pytest.raises(ms.BusyError, match="runs requests of others"):
+        hs.capture(llm, TEXTS)
+    while engine.has_unfinished_requests():
+        engine.step()
+    found = hs.fetch_captured(llm)
+    want = lm.capture([prompt], layers=[1], max_tokens=5, ignore_eos=True)
+    for index in range(len(RequestOutputKind)):
+        assert relative(found.sample(index)[1], want.rows(1)) < 1e-4
+        assert found.result.outputs[index].token_ids == want.outputs[0].token_ids
+    hs.stop_capture(llm)
+
+
+def test_a_request_that_vllm_refuses_is_none_of_the_captured(llm: Any) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    hs.start_capture(llm, layers=[1])
+    with pytest.raises(VLLMValidationError, match="maximum context length"):
+        llm.generate([{"prompt_token_ids": [5] * 300}], params(), use_tqdm=False)
+    assert len(hs.fetch_captured(llm)) == 0
+    with pytest.raises(SpecError, match=r"E_BAD_PARAM at extra_args\.midstream: is written by calls of an lm"):
+        llm.llm_engine.add_request("x", {"prompt_token_ids": [5]}, params(extra_args={"midstream": '{"id":"y"}'}))
+    hs.stop_capture(llm)
+
+
 def test_one_stream_at_a_time(llm: Any) -> None:
     hs.start_capture(llm, "hidden_states")
     with pytest.raises(ms.BusyError, match="resid_post stands on this engine: stop it first"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import midstream as ms
+from midstream.core.errors import CaptureError
 from midstream.taps.fixed import FixedTaps, Replayed, plain_add
 
 WIDTH, ROWS = 8, 6
@@ -108,3 +109,13 @@ def test_a_pass_that_leaves_nothing_is_seen() -> None:
 )
 def test_what_can_be_written_down_before_the_pass(spec: ms.InterventionSpec, plain: bool) -> None:
     assert plain_add(spec.ops[0]) is plain
+
+
+def test_minus_zero_is_kept_and_too_many_rows_are_refused() -> None:
+    taps, hidden = made(torch.bfloat16), torch.full((3, WIDTH), -0.0, dtype=torch.bfloat16)
+    taps.fill(np.array([1], dtype=np.int64), {5: torch.ones(1, WIDTH)})
+    taps.at(3, hidden, None)
+    assert torch.equal(hidden.view(torch.int16), torch.full((3, WIDTH), -0.0, dtype=torch.bfloat16).view(torch.int16))
+    assert torch.equal(taps.left(3).view(torch.int16), hidden[1:2].view(torch.int16))
+    with pytest.raises(CaptureError, match="7 rows, and a recorded graph reads 6"):
+        taps.fill(np.arange(7), {})

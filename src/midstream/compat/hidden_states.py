@@ -23,6 +23,7 @@ from torch import Tensor
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import CaptureError, UnsupportedOperationError, choices, spec_error
 from midstream.core.generation import Completion
+from midstream.core.prompts import prompt_list
 from midstream.core.result import CaptureResult
 from midstream.core.sites import Site
 from midstream.formats import hidden_states_file
@@ -139,7 +140,8 @@ def capture(
     """EasySteer's `capture`: rows of a batch of prompts, of one stream. kwargs: fields of GenerationParams.
 
     select: a SelectSpec, its dict, or the row grammar. steering: midstream's specs. budget_bytes: CaptureError for a
-    capture that is larger. Refuses positions= and reduce=, as EasySteer's does.
+    capture that is larger, once it is there. CaptureError, naming the prompt, where one failed: `lm.capture` keeps the
+    others readable. Refuses positions= and reduce=, as EasySteer's does.
     """
     _refuse_reductions(kwargs)
     found = _model(llm).capture(
@@ -153,8 +155,8 @@ def capture(
         steering=steering,
         **kwargs,
     )
-    if found.errors:
-        raise next(iter(found.errors.values()))
+    for index, error in found.errors.items():
+        raise CaptureError(f"prompt {index}: {error}") from error
     size = sum(rows.nbytes for rows in found.tensors.values())
     if budget_bytes is not None and size > budget_bytes:
         raise CaptureError(f"{size:,} bytes of rows, budget_bytes is {budget_bytes:,}: fewer prompts, rows or layers")
@@ -171,9 +173,10 @@ def capture_batches(
     budget_bytes: int | None = 256 << 20,
     **kwargs: Any,
 ) -> Iterator[Captured]:
-    """The same in batches, in the prompts' order; sample indices count within a batch."""
-    if isinstance(prompts, str | Mapping) or batch_size < 1:
-        raise spec_error("E_BAD_PARAM", "prompts", "a list of prompts, and batches of 1 at least")
+    """The same in batches of 32, in the prompts' order, of at most 256 MiB each; samples are counted within a batch."""
+    if batch_size < 1:
+        raise spec_error("E_BAD_PARAM", "batch_size", f"is {batch_size}: must be 1 or more")
+    prompts = prompt_list(prompts)
     for name, of in (("per_prompt_selects", per_prompt_selects), ("steering", steering)):
         if isinstance(of, list) and len(of) != len(prompts):
             raise spec_error("E_BAD_PARAM", name, f"{len(of)} for {len(prompts)} prompts: one each")
@@ -220,7 +223,8 @@ def start_capture(
 ) -> None:
     """Capture every request that comes to a vLLM engine from now on, whoever submits it, until `stop_capture`.
 
-    One stream at a time: BusyError while another is on. Requests that run already are incomplete.
+    Calls of an `lm` that steer or capture keep their own rows. One stream at a time: BusyError while another is on.
+    Requests that run already are incomplete.
     """
     _refuse_reductions(kwargs)
     if kwargs:

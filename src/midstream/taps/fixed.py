@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from midstream.core.errors import CaptureError
 from midstream.core.op import Op
 from midstream.core.ops import Add
 
@@ -39,7 +40,10 @@ class FixedTaps:
         self.rows = rows
         self.places = tuple(widths)
         self._read = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._added = {place: torch.zeros((rows, width), dtype=dtype, device=device) for place, width in widths.items()}
+        # x + (−0.0) is x, bit for bit; −0.0 + 0.0 is not
+        self._added = {
+            place: torch.full((rows, width), -0.0, dtype=dtype, device=device) for place, width in widths.items()
+        }
         self._left = {place: torch.zeros_like(added) for place, added in self._added.items()}
         self._dirty: dict[int, int] = {}
         self._count = 0
@@ -52,26 +56,34 @@ class FixedTaps:
     def fill(self, read: Ints, added: Mapping[int, Tensor]) -> None:
         """Before a pass: which flat rows it reads, `[n]`; place → what is added to each of them, `[n, width]`.
 
-        Rows past n are row 0, to which nothing is added, and what they leave is not looked at.
+        Rows past n are row 0, to which nothing is added, and what they leave is not looked at. CaptureError: too many.
         """
         count = len(read)
+        if count > self.rows:
+            raise CaptureError(f"{count} rows, and a recorded graph reads {self.rows}")
         index = torch.zeros(self.rows, dtype=torch.int64)
         index[:count] = torch.as_tensor(read)
         self._read.copy_(index.pin_memory() if self._read.is_cuda else index, non_blocking=True)
         for place, before in self._dirty.items():
-            self._added[place][:before].zero_()
+            self._added[place][:before].fill_(-0.0)
         for place, rows in added.items():
             self._added[place][:count].copy_(rows, non_blocking=True)
         self._dirty = dict.fromkeys(added, count)
         self._count = count
 
+    @property
+    def idle(self) -> bool:
+        """Whether the next pass reads nothing, and adds nothing."""
+        return not self._count
+
     def at(self, place: int, delta: Tensor, residual: Tensor | None) -> None:
-        """The work at a place: add to the rows that are read, then read them. delta, residual: `[size, width]`."""
+        """The work at a place: add to the rows that are read, then read them. delta, residual: `[…, size, width]`."""
         left = self._left[place]
-        delta.index_add_(0, self._read, self._added[place])
-        torch.index_select(delta, 0, self._read, out=left)
+        rows = delta.view(-1, delta.shape[-1])
+        rows.index_add_(0, self._read, self._added[place])
+        torch.index_select(rows, 0, self._read, out=left)
         if residual is not None:
-            left.add_(residual.index_select(0, self._read))
+            left.add_(residual.view(-1, residual.shape[-1]).index_select(0, self._read))
 
     def forget(self) -> None:
         """Let what was left be NaN, so that a pass that leaves nothing is seen."""

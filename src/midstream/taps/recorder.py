@@ -23,7 +23,7 @@ from midstream.core.errors import CaptureError, MidstreamError
 from midstream.core.select import SelectSpec, resolve
 from midstream.core.sites import Site, SiteLayout
 
-from .blocks import BLOCKS
+from .pages import PAGES
 from .step import Ints, StepBatch, check_fired, resolve_each, whole_sequence
 from .storage import stored
 from .stream import Index, index_of
@@ -174,7 +174,7 @@ class Recorder:
     def _allocate(self, rows: Tensor) -> Tensor:
         """An ordinary tensor (not an inference tensor) with a place for each row that may come."""
         with torch.inference_mode(False):
-            return BLOCKS.tensor((self.slots, rows.shape[1]), self.dtype or rows.dtype)
+            return PAGES.tensor((self.slots, rows.shape[1]), self.dtype or rows.dtype)
 
     def _keep(self, now: _Pass, out: Tensor, values: Tensor) -> None:
         """`out[target] = values`: at once on the CPU, else by a copy that goes on while the model does."""

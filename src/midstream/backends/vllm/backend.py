@@ -17,24 +17,23 @@ from midstream.backends.tokenizers import has_tokenizer, load_tokenizer
 from midstream.core.backend import BackendCapabilities, BackendSpec, ModelFacts
 from midstream.core.errors import BusyError, ModelLoadError, SessionClosedError, choices, spec_error
 from midstream.core.generation import eos_ids
-from midstream.core.sites import SITES, Site, as_site
+from midstream.core.sites import SITES, as_site
 from midstream.formats.artifacts import ArtifactRegistry
 
 from .capabilities import engine_capabilities
 from .engine import Engine, adopted, boot
 from .offline import VllmSession
+from .requests import EngineSettings
 from .reuse import ROWS_KEPT
 
 OPTIONS: Final = (
     "dtype", "device", "engine_kwargs", "tokenizer_name_or_path", "trust_remote_code", "lora", "checkpoint",
-    "graph_sites", "row_bytes", "kept_row_bytes",
+    "graph_sites", "graph_rows", "row_bytes", "kept_row_bytes",
 )  # fmt: skip
 _OURS: Final = ("model", "additional_config", "speculative_config", "kv_transfer_config")
 _RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM makes room for."""
 _NOT_YET: Final = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_prompt_embeds": 0, "enable_dbo": 0}
-GRAPH_SITES: Final[tuple[Site, ...]] = ("resid_post",)
-"""Sites whose taps stand in a compiled graph unless the caller says otherwise; steps that want others run eagerly."""
 
 
 class VllmBackend(Registered):
@@ -106,7 +105,7 @@ class VllmBackend(Registered):
         if self._released:
             raise SessionClosedError("this backend was released: load the model again")
         if self._engine is None and self._llm is not None:
-            self._engine = adopted(self._llm, ROWS_KEPT)
+            self._engine = adopted(self._llm)
             config = self._llm.llm_engine.model_config
             self._tokenizer = self._given_tokenizer or (
                 self._llm.get_tokenizer() if self._engine.has_tokenizer else None
@@ -178,13 +177,11 @@ class VllmBackend(Registered):
             )
         if (lora := options.get("lora")) is not None:
             made |= _lora(lora, given)
-        sites = options.get("graph_sites")
-        graph = [
-            as_site(site, f"graph_sites[{place}]") for place, site in enumerate(GRAPH_SITES if sites is None else sites)
-        ]
-        settings: dict[str, Any] = {"graph": graph, "version": version("midstream")}
-        if (row_bytes := options.get("row_bytes")) is not None:
-            settings["row_bytes"] = int(row_bytes)
+        names = {"graph_sites": "graph", "row_bytes": "row_bytes", "graph_rows": "graph_rows"}
+        wanted = {inner: options[name] for name, inner in names.items() if options.get(name) is not None}
+        for place, site in enumerate(wanted.get("graph", ())):
+            as_site(site, f"graph_sites[{place}]")
+        settings = EngineSettings.of({**wanted, "version": version("midstream")}).model_dump(mode="json")
         return made, settings
 
     def _facts(self, engine: Engine) -> ModelFacts:

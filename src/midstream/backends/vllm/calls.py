@@ -11,7 +11,7 @@ from uuid import uuid4
 import numpy as np
 
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import CaptureError, EngineError, MidstreamError, PromptError
+from midstream.core.errors import BusyError, CaptureError, EngineError, MidstreamError, PromptError
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import OpReceipt, acts_on
 from midstream.core.text import Decode, text_of
@@ -103,9 +103,13 @@ class Call:
 
     def _steps(self) -> Iterator[Request]:
         waiting: dict[str, Request] = {}
+        if self.engine.llm.llm_engine.has_unfinished_requests():
+            raise BusyError("this engine runs requests of others, whose outputs would be lost: let them end first")
         try:
             self._submit(waiting)
             while waiting:
+                if not self.engine.llm.llm_engine.has_unfinished_requests():
+                    raise EngineError("somebody else took this call's outputs: let one call end before the next")
                 heard: list[Request] = []
                 for output in self.engine.step():
                     if (request := waiting.get(output.request_id)) is not None:
@@ -126,9 +130,6 @@ class Call:
     def _submit(self, waiting: dict[str, Request]) -> None:
         for request in self.requests:
             job = request.job
-            prompt: dict[str, Any] = {"prompt_token_ids": list(job.ids)}
-            if job.prompt.cache_salt is not None:
-                prompt["cache_salt"] = job.prompt.cache_salt
             text = request.text(self.params.max_tokens)
             try:
                 params = sampling_params(
@@ -138,7 +139,7 @@ class Call:
                     constraint=job.constraint,
                     text=text,
                 )
-                self.engine.submit(request.id, prompt, params)
+                self.engine.submit(request.id, job.engine_prompt, params)
             except refusals() as error:
                 said = str(error).strip().splitlines() or [type(error).__name__]
                 raise PromptError(f"prompt {request.index}: vLLM refuses it: {said[0]:.200}") from error

@@ -26,6 +26,7 @@ TESTED: Final = ((0, 29), (0, 33))
 """The versions of vLLM that this code was written for: from the first, up to and without the second."""
 STAGED_BYTES: Final = 1 << 30
 """Of artifacts that workers hold; past it they forget all before a call that has new ones."""
+_ADOPTED: Final = "midstream_engine"
 _AT_BOOT: Final = (
     ValueError, RuntimeError, OSError, TypeError, NotImplementedError, AssertionError, ImportError, KeyError,
 )  # fmt: skip
@@ -111,19 +112,20 @@ class Engine:
         self.call("release", list(ids))
 
     def close(self) -> None:
-        """Free the engine and all that it holds in this process, or of the caller's own what it holds for us."""
+        """Free the engine and all that it holds in this process; of the caller's own, what it holds for us."""
         if self.llm is None:
             return
-        with suppress(*refusals(), EngineError, RuntimeError):  # one that has died says nothing
-            if self.own:
-                self.call("close")
-            else:
+        if not self.own:
+            with suppress(*refusals(), EngineError, RuntimeError):
                 self.call("release", self.store.forget())
-        if self.own:
-            _shut_down(self.llm)
+                self.call("unstage")
+            self._staged.clear()
+            return
+        with suppress(*refusals(), EngineError, RuntimeError):  # one that has died says nothing
+            self.call("close")
+        _shut_down(self.llm)
         self.llm = None
-        if self.own:
-            _clean_up()
+        _clean_up()
 
 
 def boot(model: str, options: Mapping[str, Any], settings: Mapping[str, Any], kept_bytes: int) -> Engine:
@@ -153,25 +155,27 @@ def boot(model: str, options: Mapping[str, Any], settings: Mapping[str, Any], ke
             raise ModelLoadError(f"vLLM cannot serve {model!r}: {_telling(said)}") from error
 
 
-def adopted(llm: Any, kept_bytes: int) -> Engine:
-    """An engine that the caller made, with our plugin asked for; ModelLoadError where it was not."""
+def adopted(llm: Any) -> Engine:
+    """An engine that the caller made, with our plugin asked for, one for each; ModelLoadError where it was not."""
     _imported()
-    return _engine(llm, kept_bytes, None, own=False)
+    known = getattr(llm.llm_engine, _ADOPTED, None)
+    if known is None:
+        known = _engine(llm, 0, None, own=False)  # nobody tells us when its weights change
+        setattr(llm.llm_engine, _ADOPTED, known)
+    return known
 
 
 def _engine(llm: Any, kept_bytes: int, lora: Any, *, own: bool = True) -> Engine:
+    config = llm.llm_engine.vllm_config
     facts = getattr(llm.llm_engine, FACTS, None)
     if facts is None:
-        asked = isinstance(llm.llm_engine.vllm_config.additional_config, dict) and KEY in (
-            llm.llm_engine.vllm_config.additional_config
-        )
+        given = config.additional_config
         raise ModelLoadError(
             "vLLM did not load our plugin: name `midstream` in VLLM_PLUGINS, or unset it"
-            if asked
+            if isinstance(given, dict) and given.get(KEY) is not None
             else "this engine was not asked for taps: make it with additional_config={'midstream': {}}"
         )
-    block = llm.llm_engine.vllm_config.cache_config.block_size
-    return Engine(llm, facts, RowStore(block, kept_bytes), lora, own)
+    return Engine(llm, facts, RowStore(config.cache_config.block_size, kept_bytes), lora, own)
 
 
 def _telling(lines: Sequence[str]) -> str:

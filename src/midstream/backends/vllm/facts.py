@@ -1,4 +1,4 @@
-"""What an engine says of itself once it is up: put to the self-test, in the process that asks it for tokens."""
+"""The self-test of an engine, in the process that asks it for tokens, and what it found."""
 
 # vLLM is in an environment of its own: type checkers do not see it
 # pyright: reportMissingImports=false
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from midstream.core.errors import SelfTestError
 from midstream.core.sites import Site, SiteLayout
 
 from .liveness import watch
-from .requests import KEY
+from .requests import PROBE
 
 FACTS: Final = "midstream_facts"
 """The attribute of an `LLMEngine` that has them."""
@@ -38,14 +38,17 @@ class EngineFacts:
 
 def attach(engine: Any) -> None:
     """Put a new `LLMEngine` to the self-test, keep what it said, and watch it. SelfTestError: it is shut down again."""
-    try:
-        setattr(engine, FACTS, examined(engine))
-    except BaseException:
-        with suppress(NotImplementedError, AttributeError, RuntimeError):  # workers that have no taps
-            engine.collective_rpc("midstream_close")
-        engine.engine_core.shutdown()
-        raise
     watch(engine.engine_core)
+    with ExitStack() as undo:
+        undo.callback(engine.engine_core.shutdown)
+        undo.callback(_let_go, engine)
+        setattr(engine, FACTS, examined(engine))
+        undo.pop_all()
+
+
+def _let_go(engine: Any) -> None:
+    with suppress(Exception):  # what comes of a worker that failed is whatever it failed of, and vLLM's bare Exception
+        engine.collective_rpc("midstream_close")
 
 
 def examined(engine: Any) -> EngineFacts:
@@ -87,7 +90,7 @@ def _run_probe(engine: Any, max_tokens: int = 1) -> None:
     )
     for places in _PROBE:
         prompt = {"prompt_token_ids": [size * place // 16 for place in places]}
-        engine.add_request(f"{KEY}-probe-{uuid4().hex}", prompt, params)
+        engine.add_request(f"{PROBE}{uuid4().hex}", prompt, params)
     while engine.has_unfinished_requests():
         engine.step()
 

@@ -25,3 +25,9 @@ class Job:
     def ids(self) -> tuple[int, ...]:
         """What the engine takes as its prompt."""
         return (*self.prompt.token_ids, *self.reference)
+
+    @property
+    def engine_prompt(self) -> dict[str, Any]:
+        """What is submitted."""
+        salt = {} if self.prompt.cache_salt is None else {"cache_salt": self.prompt.cache_salt}
+        return {"prompt_token_ids": list(self.ids), **salt}

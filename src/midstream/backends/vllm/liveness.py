@@ -24,17 +24,19 @@ def watch(client: Any) -> None:
     resources = getattr(client, "resources", None)
     sentinels = getattr(resources and resources.engine_manager, "sentinels", None)  # Ray's actors have none
     if sentinels is not None:
-        Thread(target=_wake, args=(client, sentinels()), name="midstream-engine-watch", daemon=True).start()
+        # not the client itself: vLLM frees an engine when its client is gone
+        held = (sentinels(), resources, client.outputs_queue, client.utility_results)
+        Thread(target=_wake, args=held, name="midstream-engine-watch", daemon=True).start()
 
 
-def _wake(client: Any, sentinels: list[int]) -> None:
+def _wake(sentinels: list[int], resources: Any, outputs: Any, answers: dict[int, Any]) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     wait(sentinels)
     # marked before those who wait are woken: whoever comes in between is refused by the mark
-    client.resources.engine_dead = True
-    client.outputs_queue.put_nowait(EngineDeadError())
-    for future in list(client.utility_results.values()):
+    resources.engine_dead = True
+    outputs.put_nowait(EngineDeadError())
+    for future in list(answers.values()):
         with suppress(InvalidStateError):  # answered a moment before
             future.set_exception(EngineDeadError())
 

@@ -9,9 +9,12 @@ from typing import Any
 
 from vllm import LLM as _LLM
 
+from .requests import KEY
+
 
 class LLM(_LLM):
-    """vLLM's own class; its engines have midstream's taps, as with `additional_config={"midstream": {}}`."""
+    """vLLM's own class, with `additional_config={"midstream": {}}` and `async_scheduling=False`."""
 
     def __init__(self, *args: Any, additional_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, additional_config={"midstream": {}, **(additional_config or {})}, **kwargs)
+        asked = {KEY: {}, **(additional_config or {})}
+        super().__init__(*args, additional_config=asked, **{"async_scheduling": False, **kwargs})

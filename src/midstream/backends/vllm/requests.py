@@ -12,14 +12,21 @@ from midstream.core.capture import CaptureSpec
 from midstream.core.errors import spec_error
 from midstream.core.interventions import InterventionSpec
 from midstream.core.select import SelectSpec
-from midstream.core.sites import Site
+from midstream.core.sites import Site, as_site
 from midstream.core.wire import Int, Wire
 
 KEY: Final = "midstream"
 """Where a request's sampling parameters (over HTTP: `vllm_xargs`) hold it."""
 
+PROBE: Final = f"{KEY}-probe-"
+"""What the ids of the self-test's requests begin with."""
+
 LINES: Final = ("request", "position", "token_id", "segment", "row", "overflowed")
 """What a worker says of each row that it has put down."""
+
+
+AuxLayerIds = Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)]
+"""vLLM's ids of layers: k is the stream after k blocks."""
 
 
 def _spec(value: Any) -> Any:
@@ -35,7 +42,7 @@ class FileWishes(Wire):
 
     root: ClassVar[str] = "kv_transfer_params"
 
-    aux_layer_ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)]
+    aux_layer_ids: AuxLayerIds
     select: SelectSpec | None = None
 
     @field_validator("select", mode="before")
@@ -51,6 +58,28 @@ class FileWishes(Wire):
     def places(self) -> tuple[tuple[Site, int], ...]:
         """The site and layer of each id, ascending, each once."""
         return tuple(("resid_post", one - 1) if one else ("resid_pre", 0) for one in sorted(set(self.aux_layer_ids)))
+
+
+class EngineSettings(Wire):
+    """What an engine's `additional_config["midstream"]` says; an engine without it is left as it is.
+
+    graph: sites whose taps stand in a compiled graph; steps that want others run without it. row_bytes: what rows that
+    wait to be read may take in a worker. graph_rows: how many rows of a step a recorded graph reads.
+    """
+
+    root: ClassVar[str] = f"additional_config.{KEY}"
+
+    graph: tuple[Site, ...] = ("resid_post",)
+    row_bytes: Annotated[Int, Field(ge=1 << 20)] = 8 << 30
+    graph_rows: Annotated[Int, Field(ge=16)] = 128
+    version: str = ""
+
+    @field_validator("graph", mode="before")
+    @classmethod
+    def _sites(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError("a list of sites")
+        return tuple(as_site(site, f"[{place}]") for place, site in enumerate(value))
 
 
 class EngineRequest(Wire):
@@ -89,6 +118,14 @@ class EngineRequest(Wire):
     def wants_rows(self) -> bool:
         """Whether any of its rows are kept."""
         return self.capture is not None or self.file is not None
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """Where it looks or acts, on whatever rank its rows are kept: all choose one form for a step."""
+        found: set[Site] = {site for site, _ in self.file.places} if self.file is not None else set()
+        found.update(self.capture.sites if self.capture is not None else ())
+        found.update(op.site for op in (self.steering.ops if self.steering is not None else ()))
+        return frozenset(found)
 
     @property
     def select(self) -> SelectSpec | None:

@@ -14,7 +14,7 @@ from safetensors import deserialize
 from torch import Tensor
 
 from midstream.core.errors import CaptureError, MidstreamError, spec_error
-from midstream.taps.blocks import BLOCKS
+from midstream.taps.pages import PAGES
 from midstream.taps.recorder import Recorder
 from midstream.taps.segments import Column, Place, mapped
 from midstream.taps.step import Ints, StepBatch
@@ -138,7 +138,7 @@ class Segmented:
             of = np.flatnonzero(part.segment == plain["number"])
             for place, tensor in self.tensors(rank, plain).items():
                 if place not in found:
-                    found[place] = BLOCKS.tensor((len(part.row), tensor.shape[1]), tensor.dtype)
+                    found[place] = PAGES.tensor((len(part.row), tensor.shape[1]), tensor.dtype)
                 found[place][torch.as_tensor(of)] = tensor[torch.as_tensor(part.row[of])]
         return found
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import spec_error
 
-from ..requests import KEY, EngineRequest
+from ..requests import KEY, PROBE, EngineRequest
 from .file_settings import FileSettings, file_wishes
 
 ADMISSION: Final = "midstream_admission"
@@ -28,43 +28,48 @@ class Admission:
     standing: CaptureSpec | None = None
     seen: dict[str, bool] = field(default_factory=dict[str, bool])
 
-    def admitted(self, request_id: str, params: Any) -> Any:
-        """A request's sampling parameters, with what is to be done to it; SpecError for wishes that are wrong."""
-        if not hasattr(params, "max_tokens"):  # pooling: it has no rows of ours
-            return params
+    def wishes_of(self, request_id: str, params: Any) -> EngineRequest | None:
+        """What is to be done to a request; None: nothing more than it says itself. SpecError for what is wrong."""
+        if not hasattr(params, "max_tokens") or request_id.startswith(PROBE):  # pooling has no rows of ours
+            return None
         extra: dict[str, Any] = dict(params.extra_args or {})
-        text = extra.get(KEY)
-        wishes = EngineRequest() if text is None else EngineRequest.read(text)
         asked = extra.get("kv_transfer_params")
+        if (text := extra.get(KEY)) is not None:
+            if EngineRequest.read(text).id != request_id:
+                message = "is written by calls of an lm: ms.load(llm, backend='vllm') gives one"
+                raise spec_error("E_BAD_PARAM", f"extra_args.{KEY}", message)
+            if self.files is not None and asked:
+                message = "a call of an lm gets no file: cap.save_hidden_states writes one"
+                raise spec_error("E_BAD_PARAM", "kv_transfer_params", message)
+            return None
         file = None if self.files is None else file_wishes(asked, self.files, self.depth)
-        if wishes.wants_rows:
-            if file is not None and asked:
-                raise spec_error("E_BAD_PARAM", "kv_transfer_params", "this request is captured: it gets no file too")
-            return params
         if file is not None:
             if params.stop:
                 message = "a stop string ends a request outside the engine, and no path comes back: use stop_token_ids"
                 raise spec_error("E_BAD_PARAM", "stop", message)
-            more: dict[str, Any] = {"file": file}
-        elif self.standing is not None:
-            more = {"capture": self.standing}
-            self.seen[request_id] = params.output_kind.name == "DELTA"
-        else:
-            return params
-        admitted = params.clone()
-        admitted.extra_args = {**extra, KEY: wishes.model_copy(update=more).text()}
-        return admitted
+            return EngineRequest(file=file)
+        return None if self.standing is None else EngineRequest(capture=self.standing)
 
 
 def attach(processor: Any) -> None:
     """Let every request that an engine's input processor takes be admitted first."""
     config = processor.vllm_config
     depth = config.model_config.hf_text_config.num_hidden_layers
-    admission = Admission(FileSettings.of(config), depth)
+    files = FileSettings.read(config)
+    if files is not None:
+        files.check_layers(depth)
+    admission = Admission(files, depth)
     original: Callable[..., Any] = processor.process_inputs
 
     def process_inputs(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(request_id, prompt, admission.admitted(request_id, params), *args, **kwargs)
+        wishes = admission.wishes_of(request_id, params)
+        if wishes is not None:
+            params = params.clone()
+            params.extra_args = {**(params.extra_args or {}), KEY: wishes.text()}
+        made = original(request_id, prompt, params, *args, **kwargs)
+        if wishes is not None and wishes.capture is not None:  # and vLLM takes it
+            admission.seen[request_id] = params.output_kind.name == "DELTA"
+        return made
 
     processor.process_inputs = process_inputs
     setattr(processor, ADMISSION, admission)

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,7 +30,7 @@ from .activation import settings_of
 from .file_settings import FileSettings
 from .files import Ended, FileNews
 from .prefix_cache import noticed
-from .worker import files_here
+from .worker import files_here, is_here
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _CHOICE: Final = re.compile(r"(\d+)_(.+)")
@@ -49,7 +50,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         if settings_of(vllm_config) is None:
             raise ModelLoadError("hidden-states files come from taps: give additional_config={'midstream': {}} too")
-        settings = FileSettings.of(vllm_config)
+        settings = FileSettings.read(vllm_config)
         assert settings is not None, "this module is the connector's"
         self._settings = settings
         self._paths: dict[str, str] = {}
@@ -57,6 +58,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._news = FileNews()
         if role is KVConnectorRole.SCHEDULER:
             settings.check_directory()
+            if not envs.VLLM_ENABLE_V1_MULTIPROCESSING and not is_here(vllm_config):
+                raise ModelLoadError(
+                    "workers in other processes hear of the last files from a step that only an engine in a process of "
+                    "its own runs: set VLLM_ENABLE_V1_MULTIPROCESSING=1"
+                )
 
     # --- in the scheduler
 
@@ -109,6 +115,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """The same where a model has several kinds of cache."""
         return self.request_finished(request, block_ids)
+
+    def shutdown(self) -> None:
+        """The engine ends: what is being written is finished."""
+        if (here := files_here(self._vllm_config)) is not None:
+            here.close()
 
     def _of_choices(self, request_id: str, path: str) -> dict[str, Any]:
         """With n > 1, the paths of all choices that have ended: vLLM carries back those of the last to end."""

@@ -4,54 +4,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import Field, StrictBool
 
 from midstream.core.errors import ModelLoadError, SpecError, choices, spec_error
 from midstream.core.select import SelectSpec
+from midstream.core.wire import Int, Wire
 
-from ..requests import FileWishes
+from ..requests import AuxLayerIds, FileWishes
 
 CONNECTOR: Final = "HiddenStatesConnector"
 MODULE: Final = "midstream.backends.vllm.plugin.connector"
-_ENGINE: Final = (
-    "shared_storage_path", "num_writer_threads", "use_synchronization_lock", "aux_layer_ids", "max_storage_bytes",
-)  # fmt: skip
-_REQUEST: Final = ("aux_layer_ids", "rows", "include_output_tokens")
+_REQUEST: Final = ("aux_layer_ids", "select", "include_output_tokens")
 _ROOT: Final = "kv_transfer_params"
 
 
-def hidden_states_files(storage: str | os.PathLike[str], **settings: Any) -> dict[str, Any]:
-    """The `kv_transfer_config` of an engine that writes hidden-states files into `storage`.
+class FileSettings(Wire):
+    """How an engine writes files, by vLLM's own names, and two of ours.
 
-    settings: num_writer_threads (8), use_synchronization_lock (True), aux_layer_ids (of requests that name none),
-    max_storage_bytes (past it the oldest files go).
-    """
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_role": "kv_producer",
-        "kv_connector_module_path": MODULE,
-        "kv_connector_extra_config": {"shared_storage_path": os.fspath(storage), **settings},
-    }
+    aux_layer_ids: of requests that name none; None: they get no file. max_storage_bytes: past it the oldest files are
+    removed; None: none is.
 
-
-@dataclass(frozen=True)
-class FileSettings:
-    """How an engine writes files. aux_layer_ids: of requests that name none; None: they get no file.
-
-    directory: `shared_storage_path`. threads: `num_writer_threads`. lock: `use_synchronization_lock`. max_bytes:
-    `max_storage_bytes`, past which the oldest files are removed; None: none is.
+    >>> FileSettings(shared_storage_path="/data", num_writer_threads=0)
+    Traceback (most recent call last):
+      ...
+    midstream.core.errors.SpecError: E_BAD_PARAM at kv_connector_extra_config.num_writer_threads: ...
     """
 
-    directory: Path
-    threads: int = 8
-    lock: bool = True
-    aux_layer_ids: tuple[int, ...] | None = None
-    max_bytes: int | None = None
+    root: ClassVar[str] = "kv_connector_extra_config"
+
+    shared_storage_path: str = "/tmp"
+    num_writer_threads: Annotated[Int, Field(ge=1)] = 8
+    use_synchronization_lock: StrictBool = True
+    aux_layer_ids: AuxLayerIds | None = None
+    max_storage_bytes: Annotated[Int, Field(ge=1)] | None = None
 
     @classmethod
-    def of(cls, vllm_config: Any) -> FileSettings | None:
+    def read(cls, vllm_config: Any) -> FileSettings | None:
         """What an engine's `kv_transfer_config` says; None where its connector is not ours. ModelLoadError: not so."""
         given = vllm_config.kv_transfer_config
         if given is None or given.kv_connector_module_path != MODULE:
@@ -59,24 +50,15 @@ class FileSettings:
         extra: dict[str, Any] = dict(given.kv_connector_extra_config or {})
         if extra.pop("allow_custom_save_path", False):
             raise ModelLoadError("allow_custom_save_path: no path is taken from a request here; leave it out")
-        if unknown := sorted(set(extra) - set(_ENGINE)):
-            message = f"kv_connector_extra_config has no {unknown[0]!r}; there are: {choices(_ENGINE)}"
-            raise ModelLoadError(message)
-        default = extra.get("aux_layer_ids")
         try:
-            ids = None if default is None else FileWishes(aux_layer_ids=default).aux_layer_ids
+            return cls.of(extra)
         except SpecError as error:
-            raise ModelLoadError(f"kv_connector_extra_config.{error.path}: {error.message}") from None
-        threads, limit = int(extra.get("num_writer_threads", 8)), extra.get("max_storage_bytes")
-        if threads < 1:
-            raise ModelLoadError(f"num_writer_threads is {threads}: one at least")
-        return cls(
-            Path(str(extra.get("shared_storage_path", "/tmp"))).absolute(),
-            threads,
-            bool(extra.get("use_synchronization_lock", True)),
-            ids,
-            None if limit is None else int(limit),
-        )
+            raise ModelLoadError(str(error)) from None
+
+    @property
+    def directory(self) -> Path:
+        """Where files go."""
+        return Path(self.shared_storage_path).absolute()
 
     def check_directory(self) -> None:
         """ModelLoadError for a directory that cannot be made or written to."""
@@ -87,12 +69,46 @@ class FileSettings:
         if not os.access(self.directory, os.W_OK | os.X_OK):
             raise ModelLoadError(f"shared_storage_path {self.directory}: no right to write there: name another")
 
+    def check_layers(self, depth: int) -> None:
+        """ModelLoadError for an id that a model of `depth` blocks has not."""
+        if (largest := max(self.aux_layer_ids or (0,))) > depth:
+            raise ModelLoadError(f"{self.root}.aux_layer_ids: {_beyond(largest, depth)}")
+
+
+def hidden_states_files(
+    storage: str | os.PathLike[str],
+    *,
+    num_writer_threads: int = 8,
+    use_synchronization_lock: bool = True,
+    aux_layer_ids: tuple[int, ...] | list[int] | None = None,
+    max_storage_bytes: int | None = None,
+) -> dict[str, Any]:
+    """The `kv_transfer_config` of an engine that writes hidden-states files into `storage`. SpecError: settings that
+    cannot be.
+
+    num_writer_threads, use_synchronization_lock: as vLLM's own connector has them. aux_layer_ids: of requests that name
+    none. max_storage_bytes: past it the oldest files are removed.
+    """
+    settings = FileSettings.of({
+        "shared_storage_path": os.fspath(storage),
+        "num_writer_threads": num_writer_threads,
+        "use_synchronization_lock": use_synchronization_lock,
+        "aux_layer_ids": aux_layer_ids,
+        "max_storage_bytes": max_storage_bytes,
+    })  # fmt: skip
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_module_path": MODULE,
+        "kv_connector_extra_config": settings.model_dump(mode="json", exclude_none=True),
+    }
+
 
 def file_wishes(given: Any, settings: FileSettings, depth: int) -> FileWishes | None:
     """What a request's `kv_transfer_params` ask for; None where it gets no file. depth: how many blocks the model has.
 
-    >>> some = FileSettings(Path("/tmp"))
-    >>> made = file_wishes({"aux_layer_ids": [2], "rows": "prompt[-1]"}, some, depth=4)
+    >>> some = FileSettings(shared_storage_path="/tmp")
+    >>> made = file_wishes({"aux_layer_ids": [2], "select": "prompt[-1]"}, some, depth=4)
     >>> made.places, str(made.select)
     ((('resid_post', 1),), 'prompt[-1]')
     """
@@ -109,17 +125,20 @@ def file_wishes(given: Any, settings: FileSettings, depth: int) -> FileWishes | 
         if asked:
             raise spec_error("E_BAD_PARAM", f"{_ROOT}.aux_layer_ids", "name the layers: k is the stream after k blocks")
         return None
-    rows, output = asked.get("rows"), asked.get("include_output_tokens", False)
+    rows, output = asked.get("select"), asked.get("include_output_tokens", False)
     if not isinstance(output, bool):
         raise spec_error("E_BAD_PARAM", f"{_ROOT}.include_output_tokens", "is true or false")
     if rows is not None and "include_output_tokens" in asked:
-        message = "rows say whether generated ones are among them: give one of the two"
+        message = "select says whether generated rows are among them: give one of the two"
         raise spec_error("E_BAD_PARAM", f"{_ROOT}.include_output_tokens", message)
-    select = SelectSpec.read(rows, f"{_ROOT}.rows") if rows is not None else None
+    select = SelectSpec.read(rows, f"{_ROOT}.select") if rows is not None else None
     if rows is None and not output:
         select = SelectSpec(prompt="all")
     made = FileWishes.of({"aux_layer_ids": ids, "select": select})
     if (largest := max(made.aux_layer_ids)) > depth:
-        message = f"{largest} is not in 0..{depth}, where k is the stream after k blocks"
-        raise spec_error("E_LAYER_RANGE", f"{_ROOT}.aux_layer_ids", message)
+        raise spec_error("E_LAYER_RANGE", f"{_ROOT}.aux_layer_ids", _beyond(largest, depth))
     return made
+
+
+def _beyond(largest: int, depth: int) -> str:
+    return f"{largest} is not in 0..{depth}, where k is the stream after k blocks"

@@ -6,9 +6,10 @@ import logging
 import os
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 import numpy as np
@@ -59,10 +60,11 @@ class Files:
     def __init__(self, running: RunningRequests, settings: FileSettings, about: Mapping[str, str]) -> None:
         self._running, self._settings, self._about = running, settings, about
         self._open: dict[str, _Open] = {}
-        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="midstream-files")
+        self._pool = ThreadPoolExecutor(settings.num_writer_threads, thread_name_prefix="midstream-files")
         self._waiting: deque[tuple[Future[None], int]] = deque()
         self._written: deque[tuple[Path, int]] = deque()
         self._bytes = 0
+        self._counting = Lock()
 
     def follow(self, news: FileNews) -> None:
         """Locks before anybody has a path, then files, and nothing of what was aborted."""
@@ -76,7 +78,8 @@ class Files:
         if one in self._open:
             return
         try:
-            lock = locked(path) if self._settings.lock else None
+            path.unlink(missing_ok=True)  # of an earlier request with this id
+            lock = locked(path) if self._settings.use_synchronization_lock else None
         except OSError as error:
             _LOG.error("no lock for %s: %s: it gets no file", path, error)
             return
@@ -90,7 +93,7 @@ class Files:
             return
         try:
             file = self._file_of(ended)
-        except MidstreamError as error:
+        except (MidstreamError, RuntimeError, OSError, ValueError, IndexError) as error:  # the engine goes on
             self._give_up(due, error)
             return
         finally:
@@ -99,14 +102,15 @@ class Files:
         while self._waiting and (
             self._waiting[0][0].done() or sum(nbytes for _, nbytes in self._waiting) + size > _WAITING_BYTES
         ):
-            self._waiting.popleft()[0].result()
+            wait([self._waiting.popleft()[0]])
         self._waiting.append((self._pool.submit(self._put, due, file), size))
-        self._collect(due.path, size)
 
     def _file_of(self, ended: Ended) -> HiddenStatesFile:
         wishes, positions, states = self._running.take(ended.id)
         rows = whole_sequence(ended.token_ids[:-1], ended.prompt_len)  # the last token was only sampled
         wanted = np.flatnonzero(resolve(wishes.select, rows))
+        kept = positions < len(rows)  # an engine may run a step too far
+        positions, states = positions[kept], states if kept.all() else states[torch.as_tensor(kept)]
         if not np.array_equal(positions, wanted):
             raise CaptureError(f"{len(wanted)} rows were selected, and {len(positions)} came")
         whole = np.array_equal(positions, np.arange(len(positions)))
@@ -123,13 +127,15 @@ class Files:
         )
 
     def _put(self, due: _Open, file: HiddenStatesFile) -> None:
+        """In a thread of its own: write one file, and let its reader go on, whatever happens."""
         try:
             write_file(due.path, file, durable=False)
-        except (OSError, MidstreamError) as error:
+        except (OSError, MidstreamError, RuntimeError, ValueError) as error:
             self._give_up(due, error)
-        else:
-            if due.lock is not None:
-                os.close(due.lock)
+            return
+        if due.lock is not None:
+            os.close(due.lock)
+        self._collect(due.path, file.hidden_states.nbytes)
 
     def _give_up(self, due: _Open, error: Exception) -> None:
         """Say why there is no file, and leave nothing that looks like one."""
@@ -151,15 +157,16 @@ class Files:
 
     def _collect(self, path: Path, size: int) -> None:
         """Remove the oldest files past the bound, if there is one."""
-        if self._settings.max_bytes is None:
+        if self._settings.max_storage_bytes is None:
             return
-        self._written.append((path, size))
-        self._bytes += size
-        while self._bytes > self._settings.max_bytes and len(self._written) > 1:
-            oldest, nbytes = self._written.popleft()
-            oldest.unlink(missing_ok=True)
-            Path(f"{oldest}.lock").unlink(missing_ok=True)
-            self._bytes -= nbytes
+        with self._counting:
+            self._written.append((path, size))
+            self._bytes += size
+            while self._bytes > self._settings.max_storage_bytes and len(self._written) > 1:
+                oldest, nbytes = self._written.popleft()
+                oldest.unlink(missing_ok=True)
+                Path(f"{oldest}.lock").unlink(missing_ok=True)
+                self._bytes -= nbytes
 
     def close(self) -> None:
         """Finish what is being written, and let go of what never was."""

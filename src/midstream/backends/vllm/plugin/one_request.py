@@ -26,7 +26,6 @@ class Running:
     cached: int
     taped: bool
     error: MidstreamError | None = None
-    sites: frozenset[Site] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,15 @@ def check_supported(vllm_config: Any) -> None:
         raise ModelLoadError("midstream reads no pipeline-parallel engine yet: use tensor_parallel_size")
     if vllm_config.speculative_config is not None:
         raise ModelLoadError("midstream reads no engine with speculative decoding yet: leave speculative_config out")
-    if vllm_config.kv_transfer_config is not None and FileSettings.of(vllm_config) is None:
-        raise ModelLoadError("a KV connector may hand steered blocks to others: leave kv_transfer_config out")
+    if vllm_config.kv_transfer_config is not None and FileSettings.read(vllm_config) is None:
+        raise ModelLoadError(
+            "a KV connector may hand steered blocks to others: leave kv_transfer_config out, or make it with "
+            "midstream.backends.vllm.hidden_states_files(…)"
+        )
+    if parallel.data_parallel_size > 1:
+        raise ModelLoadError("midstream reads no data-parallel engine yet: leave data_parallel_size out")
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ModelLoadError("midstream labels rows by ids that are there: make the engine with async_scheduling=False")
     if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
         raise ModelLoadError("midstream labels rows by token: leave enable_prompt_embeds out")
     if getattr(parallel, "use_ubatching", False):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from midstream.core.errors import SelfTestError
 from midstream.taps.fixed import FixedTaps
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from .running import RunningRequests
     from .worker import WorkerTaps
 
-GRAPH_ROWS: Final = 128
-"""How many rows of a step a recorded graph reads, unless the engine's settings say otherwise."""
 _DONE: Final = "_midstream"
 _EAGER: Final = "midstream_eager"
 
@@ -62,16 +61,19 @@ def _let_steps_be_eager() -> None:
 class RunnerV2:
     """Shows taps the passes of one runner. fixed: the buffers of its recorded graphs, where it makes any."""
 
-    def __init__(self, taps: WorkerTaps, without_graph: Callable[[], None], rows: int = GRAPH_ROWS) -> None:
+    def __init__(self, taps: WorkerTaps, without_graph: Callable[[], None], rows: int) -> None:
         self._taps, self._runner = taps, taps.runner
         self._without_graph = without_graph
         self.fixed: FixedTaps | None = None
         self._skip = False
+        self._replayed = False  # whether the step under way is a replay that the self-test looks at
+        self._left: dict[int, Tensor] = {}
         self._open = ExitStack()
+        _let_steps_be_eager()
+        self._records = bool(taps.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
         if taps.compiled:
-            _let_steps_be_eager()
             split_at_taps(taps.vllm_config.compilation_config)
-            if taps.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            if self._records:
                 self._make_buffers(rows)
         self._wrap()
 
@@ -102,7 +104,11 @@ class RunnerV2:
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._choose(scheduler_output.num_scheduled_tokens)
             with self._open:
-                return execute(scheduler_output, *args, **kwargs)
+                output = execute(scheduler_output, *args, **kwargs)
+            if self._replayed and self.fixed is not None:
+                self._replayed = False
+                self._left = {place: self.fixed.left(place).clone() for place in self.fixed.places}
+            return output
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
             if self._skip:
@@ -135,11 +141,13 @@ class RunnerV2:
     def serves(self, sites: set[Any], rows: int, plain: bool) -> bool:
         """Whether a recorded graph can do what a step wants; a piecewise one can do what stands in it."""
         if self.fixed is None:
-            return sites <= self._taps.in_graph
+            return not self._records and sites <= self._taps.in_graph
         return sites <= self._taps.in_graph & {"resid_pre", "resid_post"} and plain and rows <= self.fixed.rows
 
     def _begin(self, batch: Any, replayed: bool) -> None:
         taps = self._taps
+        if replayed and self.fixed is not None and not self.fixed.idle:  # of the step before: not this one's
+            self.fixed.fill(np.zeros(0, dtype=np.int64), {})
         if taps.armed is not None:
             self._arm(batch, replayed)
         elif taps.running is not None and taps.running.number_of:
@@ -161,20 +169,32 @@ class RunnerV2:
             taps.armed = None
             taps.probe = Probe(taps.wrapped.places, batch.num_tokens, batch.logits_indices)
             self.fixed.fill(np.arange(batch.num_tokens), {})
+            self._replayed = True
+
+    def close(self) -> None:
+        """The engine ends: no other records on its buffers."""
+        if CURRENT.fixed is self.fixed:
+            CURRENT.fixed = None
 
     def check_replayed(self, name: str) -> None:
         """After a step that was replayed: every place of its graph has left rows, and the last are the model's."""
         taps, fixed = self._taps, self.fixed
         probe, taps.probe, taps.armed = taps.probe, None, None
-        if fixed is None or probe is None:  # no step of the self-test was replayed
+        manager = self._runner.cudagraph_manager
+        if manager is None or not manager.cudagraph_mode.has_full_cudagraphs():  # vLLM thought better of it
             return
+        if fixed is None or probe is None or not self._left:
+            message = "no step of the self-test was replayed, though graphs are recorded"
+            raise SelfTestError(f"{name}: {message}: load it with graph_sites=[], or with enforce_eager=True")
         assert taps.running is not None
         chosen = taps.running.examined.chosen
         with torch.inference_mode():
             for (site, layer), place in chosen.items():
-                if place.number in fixed.places and not bool(torch.isfinite(fixed.left(place.number)).all()):
+                if place.number in fixed.places and not bool(torch.isfinite(self._left[place.number]).all()):
                     message = f"{site} at layer {layer} was left out of a recorded graph"
                     raise SelfTestError(f"{name}: {message}: load it with graph_sites=[], or with enforce_eager")
             last = chosen["resid_post", len(taps.wrapped.blocks) - 1]
             if last.number in fixed.places:
-                check_final(name, fixed.left(last.number), taps.wrapped.final, probe.arrived)
+                rows = self._left[last.number]
+                rows = rows if probe.sampled is None else rows[probe.sampled]
+                check_final(name, rows, taps.wrapped.final, probe.arrived)

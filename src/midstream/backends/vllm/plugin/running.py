@@ -53,6 +53,7 @@ class RunningRequests:
         self._steerer = Steerer()
         self._requests: dict[int, Running] = {}
         self._by_id: dict[str, int] = {}
+        self._asking: dict[str, Running] = {}
         self._free: list[int] = []
         self._bound: dict[str, tuple[BoundOp, ...]] = {}
         self._seen_at = Stretches()
@@ -109,7 +110,7 @@ class RunningRequests:
             running.error = error if isinstance(error, MidstreamError) else CaptureError(str(error))
             return
         running.ops = ops
-        running.sites = frozenset([*(one.site for one in columns), *(one.op.site for one in ops)])
+        self._asking[engine_id] = running
         if columns:
             self._tape.admit(number, Taping(columns, wishes.select, wishes.max_len, wishes.first))
             running.taped = True
@@ -161,6 +162,7 @@ class RunningRequests:
 
     def _ended(self, engine_id: str) -> None:
         self.number_of.pop(engine_id, None)
+        self._asking.pop(engine_id, None)
         number = self._by_id.get(engine_id)
         if self.examined.rank and number is not None and self._requests[number].wishes.file is not None:
             self.release([engine_id])  # the first rank writes it
@@ -172,6 +174,7 @@ class RunningRequests:
 
     def _forget(self, running: Running, reader: str | None) -> None:
         self.number_of.pop(running.engine_id, None)
+        self._asking.pop(running.engine_id, None)
         if running.taped:
             self._tape.dismiss(running.number, reader)
         if running.ops:
@@ -196,10 +199,10 @@ class RunningRequests:
         sites: set[Site] = set()
         rows, plain = 0, True
         for engine_id, count in scheduled.items():
-            number = self.number_of.get(engine_id)
-            if number is not None:
-                running, rows = self._requests[number], rows + count
-                sites |= running.sites
+            running = self._asking.get(engine_id)
+            if running is not None:
+                rows += count
+                sites |= running.wishes.sites
                 plain = plain and all(plain_add(one.op) for one in running.ops)
         return Wanted(sites, rows, plain)
 
@@ -256,14 +259,23 @@ class RunningRequests:
         """Write down what a replay reads, and what it adds: what the ops make of rows of zeros."""
         added: dict[int, Tensor] = {}
         if self._broken is None and len(steered):
-            adding = Steerer([self._requests[n].ops if n in self._steered else () for n in range(len(self._requests))])
-            adding.begin(replace(steered, size=len(read), row=np.searchsorted(read, steered.row), again=None), device)
-            for where in sorted(adding.places):
-                place = self.examined.chosen[where].number
-                zeros = torch.zeros((len(read), self.examined.widths[where][0]), device=device)
-                if (changed := adding.steer(*where, zeros)) is not None:
-                    added[place] = changed
+            try:
+                added = self._added(read, steered, device)
+            except _FAULTS as error:
+                self._broken, self._active = error, {}
         fixed.fill(read, added)
+
+    def _added(self, read: Ints, steered: StepBatch, device: torch.device) -> dict[int, Tensor]:
+        """Place → what ops add to each row that is read, `[rows, width]`."""
+        found: dict[int, Tensor] = {}
+        numbers = range(max(self._steered) + 1)  # of requests that ended, some are free
+        adding = Steerer([self._requests[one].ops if one in self._steered else () for one in numbers])
+        adding.begin(replace(steered, size=len(read), row=np.searchsorted(read, steered.row), again=None), device)
+        for where in sorted(adding.places):
+            zeros = torch.zeros((len(read), self.examined.widths[where][0]), device=device)
+            if (changed := adding.steer(*where, zeros)) is not None:
+                found[self.examined.chosen[where].number] = changed
+        return found
 
     def _read_back(self, fixed: FixedTaps, read: Ints, size: int) -> None:
         """After a replay: count what was added, and keep what was left."""

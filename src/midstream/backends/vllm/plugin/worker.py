@@ -13,28 +13,28 @@ import tempfile
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from midstream.core.errors import MidstreamError, SelfTestError
-from midstream.core.sites import SITES, Site
+from midstream.core.sites import Site
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.fingerprint import fingerprint_of
 
+from ..requests import KEY, EngineSettings
 from . import cpu_seeds, rows_v1
 from .activation import settings_of
 from .examine import Examination, Probe, check_final
 from .file_settings import FileSettings
 from .files import Files, news_of
 from .places import check_supported, wrap
-from .runner_v2 import GRAPH_ROWS, RunnerV2
+from .runner_v2 import RunnerV2
 from .running import RunningRequests
 from .tap_op import at_work
 
-ROW_BYTES: Final = 8 << 30
-"""What a worker's rows take at most, unless the engine's settings say otherwise."""
 PREFIX: Final = "midstream-rows-"
 CALLS: Final = ("describe", "arm", "examine", "stage", "unstage", "collect", "standing", "release", "close")
 """What a client may ask of a worker: methods `midstream_<name>`."""
@@ -60,6 +60,11 @@ def files_here(vllm_config: Any) -> Files | None:
     return next((taps.files for taps in _HERE if taps.vllm_config is vllm_config), None)
 
 
+def is_here(vllm_config: Any) -> bool:
+    """Whether an engine's worker is in this very process."""
+    return any(taps.vllm_config is vllm_config for taps in _HERE)
+
+
 class WorkerTaps:
     """One worker's taps. in_graph: the sites whose taps stand in its compiled graph. files: who writes them."""
 
@@ -67,16 +72,17 @@ class WorkerTaps:
         self.vllm_config = worker.vllm_config
         self.files: Files | None = None
         self._v2: RunnerV2 | None = None
-        settings = settings_of(worker.vllm_config) or {}
+        self._settings = settings_of(worker.vllm_config) or EngineSettings()
         self.runner = worker.model_runner
         self._config = worker.vllm_config.model_config.hf_text_config
         self.compiled = int(worker.vllm_config.compilation_config.mode or 0) > 0
-        in_graph: frozenset[Site] = frozenset(site for site in SITES if site in settings.get("graph", ()))
-        self.in_graph = in_graph if self.compiled else frozenset[Site]()
+        self.in_graph = frozenset(self._settings.graph) if self.compiled else frozenset[Site]()
         self.model = self.runner.get_model()
         self.wrapped = wrap(self.model, self._config, self.in_graph)
+        # the compile cache is keyed by it: another graph is another key
+        own = self._settings.model_dump(mode="json") | {"version": f"{version('midstream')}:{len(self.wrapped.places)}"}
+        self.vllm_config.additional_config[KEY] = own
         self._rank, self._ranks = worker.rank, worker.vllm_config.parallel_config.tensor_parallel_size
-        self._row_bytes = int(settings.get("row_bytes", ROW_BYTES))
         self._folder = make_folder()
         atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
         self._registry = ArtifactRegistry(self._folder / "artifacts")
@@ -101,8 +107,7 @@ class WorkerTaps:
         if hasattr(self.runner, "_model_forward"):
             self.runner._model_forward = self._with_taps(self.runner._model_forward)
         else:
-            rows = int((settings_of(self.vllm_config) or {}).get("graph_rows", GRAPH_ROWS))
-            self._v2 = RunnerV2(self, without_graph, rows)
+            self._v2 = RunnerV2(self, without_graph, self._settings.graph_rows)
 
     def _with_taps(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def model_forward(*args: Any, **kwargs: Any) -> Any:
@@ -168,9 +173,9 @@ class WorkerTaps:
                 examined = examination.result()
         except MidstreamError as error:
             return json.dumps({"error": str(error)})
-        self.running = RunningRequests(examined, self._folder, self._row_bytes, self._registry)
+        self.running = RunningRequests(examined, self._folder, self._settings.row_bytes, self._registry)
         print_ = fingerprint_of(self._config, self.model.named_parameters()) if self._rank == 0 else ""
-        if self._rank == 0 and (settings := FileSettings.of(self.vllm_config)) is not None:
+        if self._rank == 0 and (settings := FileSettings.read(self.vllm_config)) is not None:
             about = {"model": str(self.vllm_config.model_config.model), "fingerprint": print_}
             self.files = Files(self.running, settings, about)
         return json.dumps({"error": None, "compiled": self.compiled, "fingerprint": print_} | examined.plain())
@@ -183,9 +188,10 @@ class WorkerTaps:
             if probe.of(place) is None:
                 count = len(probe.seen.get(place.number, ()))
                 message = f"{place.site} at layer {place.layer} fired {count} times in the compiled graph"
-                raise SelfTestError(f"{name}: {message}: load it without midstream's `graph`, or with enforce_eager")
+                raise SelfTestError(f"{name}: {message}: load it with graph_sites=[], or with enforce_eager=True")
         last = self.running.examined.chosen["resid_post", len(self.wrapped.blocks) - 1]
         if "resid_post" in self.in_graph and (rows := probe.of(last)) is not None:
+            rows = rows if probe.sampled is None else rows[probe.sampled]
             with torch.inference_mode():
                 check_final(name, rows, self.wrapped.final, probe.arrived)
 
@@ -224,6 +230,8 @@ class WorkerTaps:
         if self.files is not None:
             self.files.close()
             self.files = None
+        if self._v2 is not None:
+            self._v2.close()
         if self.running is not None:
             self.running.close()
             self.running = None

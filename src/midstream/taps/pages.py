@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from contextlib import suppress
 from math import prod
 from typing import Final
 
@@ -22,8 +23,8 @@ KEPT_BYTES: Final = 1 << 29
 _HUGE: Final = 1 << 21
 
 
-class Blocks:
-    """Pages that are lent to tensors. kept_bytes: of those that came back, how many stay."""
+class Pages:
+    """Pages that are lent to tensors, in any thread. kept_bytes: of those that came back, how many stay."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self.kept_bytes = kept_bytes
@@ -37,7 +38,7 @@ class Blocks:
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An ordinary tensor of undefined values; its pages come back when its storage is gone.
 
-        >>> Blocks().tensor((2, 3), torch.bfloat16).shape
+        >>> Pages().tensor((2, 3), torch.bfloat16).shape
         torch.Size([2, 3])
         """
         count = prod(shape)
@@ -53,11 +54,11 @@ class Blocks:
     def _pages(self, nbytes: int) -> mmap.mmap:
         """Some that are free and not much too large, or new ones."""
         size = -(-nbytes // _HUGE) * _HUGE + _HUGE
-        fitting = [one for one in self._free if size <= len(one) <= size + size // 4]
-        if fitting:
+        while fitting := [one for one in self._free if size <= len(one) <= size + size // 4]:
             found = min(fitting, key=len)
-            self._free.remove(found)
-            return found
+            with suppress(ValueError):  # another thread was faster
+                self._free.remove(found)
+                return found
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -66,8 +67,9 @@ class Blocks:
     def _give_back(self, pages: mmap.mmap) -> None:
         self._free.append(pages)
         while self.free_bytes > self.kept_bytes:
-            self._free.pop(0)
+            with suppress(IndexError):
+                self._free.pop(0)
 
 
-BLOCKS: Final = Blocks()
+PAGES: Final = Pages()
 """Those of this process."""
