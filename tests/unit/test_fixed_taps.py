@@ -13,9 +13,13 @@ from torch import Tensor
 
 import midstream as ms
 from midstream.core.errors import CaptureError
-from midstream.taps.fixed import FixedTaps, Replayed, plain_add
+from midstream.taps.fixed import FixedTaps, plain_add
 
 WIDTH, ROWS = 8, 6
+GATE = {
+    "layers": [0], "pooling": "mean", "readout": {"kind": "cosine", "d": np.ones(4)},
+    "rule": {"kind": "per_layer", "threshold": 0.0, "compare": "ge", "combine": "all"},
+}  # fmt: skip
 PLACES = (3, 5)
 
 
@@ -56,15 +60,9 @@ def test_a_hundred_passes_on_the_same_buffers() -> None:
         want = expected(hidden.clone(), residual.clone(), read, added)
         taps.fill(read, added)
         after, _ = model(hidden.clone(), residual.clone(), taps)
-        slots = np.full(size, -1, dtype=np.int64)
-        slots[read] = np.arange(len(read))
         for place in PLACES:
             assert torch.allclose(taps.left(place), want[place], atol=1e-6), step
-            stream, index = Replayed(taps, place, slots), torch.from_numpy(read)
-            assert stream.size == size
-            assert torch.equal(stream.take(index), taps.left(place))
-            before = Replayed(taps, place, slots, before=True).take(index)
-            assert torch.allclose(before, want[place] - added.get(place, torch.zeros(1)), atol=1e-6)
+            assert torch.equal(taps.added(place), added.get(place, torch.full_like(want[place], -0.0)))
         if not added:  # what is read is not changed
             assert torch.equal(after, model(hidden.clone(), residual.clone(), None)[0])
         assert [one.data_ptr() for one in taps.buffers] == addresses
@@ -103,6 +101,9 @@ def test_a_pass_that_leaves_nothing_is_seen() -> None:
         (ms.add(np.ones((2, 4)), layers=[0], positions=[3, 4]), True),
         (ms.add(np.ones(4), layers=[0], norm_match=True), False),
         (ms.add(np.ones(4), layers=[0], strength=0.0), False),
+        (ms.add(np.ones(4), layers=[0], cap_norm=True), False),
+        (ms.add(np.ones(4), layers=[0], only_aligned={"measure": "cosine", "above": 0.0}), False),
+        (ms.add(np.ones(4), layers=[0], gate=GATE), False),
         (ms.ablate(np.ones(4), layers=[0]), False),
         (ms.replace(np.ones(4), layers=[0]), False),
     ],

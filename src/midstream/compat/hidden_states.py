@@ -25,15 +25,14 @@ from midstream.core.errors import CaptureError, UnsupportedOperationError, choic
 from midstream.core.generation import Completion
 from midstream.core.prompts import prompt_list
 from midstream.core.result import CaptureResult
-from midstream.core.sites import Site
+from midstream.core.sites import OTHER_NAMES, Site, as_site
 from midstream.formats import hidden_states_file
 from midstream.language_model import LanguageModel, load
 
 STREAMS: Final[dict[str, Site]] = {
-    "hidden_states": "resid_post",
-    "router_logits": "router_logits",
-    "attention_heads": "head_out",
+    name: as_site(OTHER_NAMES.get(name, name)) for name in ("hidden_states", "router_logits", "attention_heads")
 }
+"""The names that EasySteer has for what it captures."""
 _MINE: Final = "_midstream"
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, field_serializer, field_validator
+from pydantic import BeforeValidator, field_validator
 
 from .errors import choices, spec_error
 from .narrow import is_list
-from .select import SelectSpec
+from .select import Selection, SelectSpec
 from .sites import Site, as_site, layer_ids
 from .wire import Int, Wire
 
@@ -56,7 +56,7 @@ class CaptureSpec(Wire):
 
     sites: Annotated[tuple[Site, ...], BeforeValidator(_sites)] = ("resid_post",)
     layers: tuple[Int, ...] | None = None
-    select: SelectSpec | None = None
+    select: Selection = None
     dtype: StorageDtype | None = None
 
     @field_validator("layers", mode="before", json_schema_input_type=int | list[int] | None)
@@ -64,19 +64,10 @@ class CaptureSpec(Wire):
     def _layers(cls, value: Any) -> Any:
         return None if value is None else layer_ids(value, "")
 
-    @field_validator("select", mode="before", json_schema_input_type=str | SelectSpec | None)
-    @classmethod
-    def _select(cls, value: Any) -> Any:
-        return SelectSpec.read(value, "")
-
     @field_validator("dtype", mode="before")
     @classmethod
     def _dtype(cls, value: Any) -> Any:
         return as_storage_dtype(value, "")
-
-    @field_serializer("select")
-    def _select_clauses(self, value: SelectSpec | None) -> dict[str, Any] | None:
-        return None if value is None else value.canonical()
 
     @classmethod
     def short(

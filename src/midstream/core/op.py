@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Self
 
-from pydantic import Field, StrictBool, field_serializer, field_validator, model_validator
+from pydantic import Field, StrictBool, field_validator, model_validator
 
 from .artifacts import Artifact, Floats
 from .errors import SpecError, choices, spec_error
 from .gates import Gate, listed_layers, out_of_order
 from .narrow import is_int, items_of, plain
-from .select import SelectSpec
+from .select import Selection, SelectSpec
 from .sites import Site, as_site, layer_ids
 from .wire import Int, Wire
 
@@ -35,7 +35,7 @@ class Op(Wire):
     kind: Any  # a name, which each subclass fixes
     site: Site = "resid_post"
     layers: tuple[Int, ...]
-    scope: SelectSpec | None = None
+    scope: Selection = None
     gate: Gate | None = None
 
     @field_validator("layers", mode="before", json_schema_input_type=int | list[int])
@@ -50,15 +50,6 @@ class Op(Wire):
         if site not in cls.kinds_sites:
             raise spec_error("E_SITE", "", f"{cls.root} acts on {choices(cls.kinds_sites)}; not on {site}")
         return site
-
-    @field_validator("scope", mode="before", json_schema_input_type=str | SelectSpec | None)
-    @classmethod
-    def _scope(cls, value: Any) -> Any:
-        return SelectSpec.read(value, "")
-
-    @field_serializer("scope")
-    def _scope_clauses(self, value: SelectSpec | None) -> dict[str, Any] | None:
-        return None if value is None else value.canonical()
 
     @model_validator(mode="wrap")
     @classmethod

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, PlainSerializer, model_validator
 
 from .errors import Code, SpecError, spec_error
 from .narrow import is_int, is_list, items_of
@@ -171,6 +171,18 @@ class SelectSpec(Wire):
 
     def __str__(self) -> str:
         return ", ".join(_terms(self, "") + ["!" + term for term in _terms(self, "exclude_")])
+
+
+def _clauses(value: SelectSpec | None) -> dict[str, Any] | None:
+    return None if value is None else value.canonical()
+
+
+Selection = Annotated[
+    SelectSpec | None,
+    BeforeValidator(lambda value: SelectSpec.read(value, ""), json_schema_input_type=str | SelectSpec | None),
+    PlainSerializer(_clauses),
+]
+"""A field that takes any form of a selection, and is written as its object; None is every row."""
 
 
 def _check_clause(name: str, phase: str, clause: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from .narrow import is_int, plain
 Site = Literal["resid_pre", "resid_post", "attn_out", "mlp_out", "head_out", "router_logits", "q", "k"]
 SITES: Final[tuple[Site, ...]] = get_args(Site)
 
-_OTHER_NAMES: Final[dict[str, str]] = {
+OTHER_NAMES: Final[dict[str, str]] = {
     "layer_input": "resid_pre",
     "residual": "resid_post",
     "layer_output": "resid_post",
@@ -43,8 +43,8 @@ def as_site(name: Any, path: str = "site") -> Site:
         raise spec_error("E_SITE", path, f"a site is a name, got {name!r:.60}; there are: {choices(SITES)}")
     if name in SITES:
         return name
-    if name in _OTHER_NAMES:
-        raise spec_error("E_SITE", path, f"no site {name!r}: here it is called '{_OTHER_NAMES[name]}'")
+    if name in OTHER_NAMES:
+        raise spec_error("E_SITE", path, f"no site {name!r}: here it is called '{OTHER_NAMES[name]}'")
     raise spec_error("E_SITE", path, f"no site {name!r}; there are: {choices(SITES)}")
 
 
@@ -85,6 +85,22 @@ def layer_ids(
             what = f"no layer {shown}" + ("" if is_int(layer) else ", which is no integer")
             raise spec_error("E_LAYER_RANGE", f"{path}[{place}]" if several else path, f"{what}; {exist}")
     return tuple(sorted({int(layer) for layer in given}))
+
+
+def aux_place(aux: int) -> tuple[Site, int]:
+    """Where the stream after `aux` blocks stands, which is what vLLM numbers so (aux layer ids).
+
+    >>> aux_place(0), aux_place(30)
+    (('resid_pre', 0), ('resid_post', 29))
+    """
+    return ("resid_post", aux - 1) if aux else ("resid_pre", 0)
+
+
+def layouts_at(
+    sites: Mapping[Site, Sequence[int]], layouts: Mapping[Site, Mapping[int, SiteLayout]]
+) -> dict[Site, dict[int, SiteLayout]]:
+    """The layouts of some sites at some of their layers."""
+    return {site: {layer: layouts[site][layer] for layer in of} for site, of in sites.items()}
 
 
 def layers_at(

@@ -33,7 +33,7 @@ from midstream.core.capture import CaptureReceipt, CaptureSpec, Labels
 from midstream.core.errors import CaptureError, FileFormatError, SpecError, spec_error
 from midstream.core.generation import Completion
 from midstream.core.result import CaptureResult
-from midstream.core.sites import Site, SiteLayout
+from midstream.core.sites import Site, SiteLayout, aux_place
 from midstream.core.wire import Int, Wire
 
 from .tensor_file import opened, owned, read_json, write
@@ -284,7 +284,7 @@ def as_capture(file: HiddenStatesFile, layer_ids: Sequence[int] | None = None) -
     with torch.inference_mode(False):
         for aux, place in sorted((aux, place) for place, aux in enumerate(_aux_ids(file, layer_ids))):
             rows = file.hidden_states[:, place].clone(memory_format=torch.contiguous_format)
-            tensors[("resid_post", aux - 1) if aux else ("resid_pre", 0)] = rows
+            tensors[aux_place(aux)] = rows
     layouts: dict[Site, dict[int, SiteLayout]] = {}
     for site, layer in tensors:
         layouts.setdefault(site, {})[layer] = SiteLayout(file.hidden_states.shape[2])

@@ -16,7 +16,6 @@ from midstream.core.op import Op
 from midstream.core.ops import Add
 
 from .step import Ints
-from .stream import Index
 
 
 def plain_add(op: Op) -> bool:
@@ -97,44 +96,3 @@ class FixedTaps:
     def added(self, place: int) -> Tensor:
         """What was added to them, `[n, width]`: a view, likewise."""
         return self._added[place][: self._count]
-
-
-class Replayed:
-    """A Stream of what a replay left at a place. before: as the rows were, without what was added to them.
-
-    slots: flat row → its place among the rows that were read, `[size]`, −1 for others.
-    """
-
-    def __init__(self, taps: FixedTaps, place: int, slots: Ints, *, before: bool = False) -> None:
-        self._rows = taps.left(place)
-        if before:
-            self._rows = self._rows - taps.added(place)
-        self._slots = torch.as_tensor(slots)
-        if self._rows.is_cuda:
-            self._slots = self._slots.to(self._rows.device, non_blocking=True)
-
-    @property
-    def size(self) -> int:
-        """How many flat rows there were."""
-        return len(self._slots)
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self._rows.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What a row is made of."""
-        return self._rows.dtype
-
-    def take(self, index: Index) -> Tensor:
-        """Some rows."""
-        return self._rows[self._slots[index]]
-
-    def copy(self, index: Index, out: Tensor) -> None:
-        """Write some rows to `out`."""
-        torch.index_select(self._rows, 0, self._slots[index], out=out)
-
-    def put(self, index: Index, rows: Tensor) -> None:
-        """The replay has changed them already."""

@@ -25,7 +25,7 @@ from midstream.core.sites import Site, SiteLayout
 
 from .pages import PAGES
 from .step import Ints, StepBatch, check_fired, resolve_each, whole_sequence
-from .storage import stored
+from .storage import counts_of, stored
 from .stream import Index, index_of
 
 _ELSEWHERE: Final[tuple[Site, int]] = ("resid_post", -1)
@@ -188,18 +188,16 @@ class Recorder:
         assert self.dtype is not None
         made = stored(picked, self.dtype)
         if made.bad is not None:
-            none = torch.zeros(self.slots, dtype=torch.bool)
-            self._keep(now, self._unstorable.setdefault(key, none), made.bad)
+            self._keep(now, counts_of(self._unstorable, key, self.slots, torch.bool), made.bad)
         if made.over is not None:
-            none = torch.zeros(self.slots, dtype=torch.int32)
-            self._keep(now, self._overflowed.setdefault(key, none), made.over)
+            self._keep(now, counts_of(self._overflowed, key, self.slots, torch.int32), made.over)
         return made.rows
 
     def count_overflows(self, step: StepBatch, counts: Ints) -> None:
         """Values of some rows that overflowed before they came here, `[owned]`."""
         if counts.any():
             slot = self._slot[self._offset[step.request] + step.position]
-            total = self._overflowed.setdefault(_ELSEWHERE, torch.zeros(self.slots, dtype=torch.int32))
+            total = counts_of(self._overflowed, _ELSEWHERE, self.slots, torch.int32)
             total[torch.as_tensor(slot)] = torch.as_tensor(counts).int()
 
     def end(self) -> None:

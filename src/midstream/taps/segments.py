@@ -20,6 +20,8 @@ from torch import Tensor
 from midstream.core.errors import CaptureError
 from midstream.core.sites import Site
 
+from .pages import PAGES
+
 Place = tuple[Site, int]
 """A site and a layer."""
 
@@ -167,7 +169,7 @@ class Segments:
         """Rows by segment and place in it, `[rows]` each, of some places: a copy, `[rows, places, width]`."""
         numbers = np.unique(segment).tolist()
         width, dtype = next((one.width, one.dtype) for one in self[numbers[0]].columns if one.place == places[0])
-        out = torch.empty((len(row), len(places), width), dtype=dtype)
+        out = PAGES.tensor((len(row), len(places), width), dtype)
         for number in numbers:
             found = np.flatnonzero(segment == number)
             at, mine = torch.as_tensor(found), torch.as_tensor(row[found])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -38,3 +41,10 @@ def stored(picked: Tensor, dtype: torch.dtype) -> Stored:
     if dtype == torch.float16:
         over = (cast.isinf() & picked.isfinite()).sum(1, dtype=torch.int32)
     return Stored(cast, bad, over)
+
+
+def counts_of(kept: dict[Key, Tensor], key: Key, rows: int, dtype: torch.dtype) -> Tensor:
+    """What is kept under a key of each of `rows` rows, `[rows]`: zeros, the first time."""
+    if key not in kept:
+        kept[key] = torch.zeros(rows, dtype=dtype)
+    return kept[key]

@@ -18,7 +18,7 @@ from midstream.core.select import SelectSpec
 
 from .segments import Column, Place, Segment, Segments
 from .step import Ints, StepBatch, check_fired, resolve_each
-from .storage import stored
+from .storage import counts_of, stored
 from .stream import Index, Stream, index_of
 from .stretches import Stretches
 
@@ -266,9 +266,9 @@ class Tape:
         number, rows = part.segment.number, part.segment.capacity
         made = stored(picked, out.dtype)
         if made.bad is not None:
-            self._merge(part, self._unstorable.setdefault(number, torch.zeros(rows, dtype=torch.bool)), made.bad)
+            self._merge(part, counts_of(self._unstorable, number, rows, torch.bool), made.bad)
         if made.over is not None:
-            self._merge(part, self._overflowed.setdefault(number, torch.zeros(rows, dtype=torch.int32)), made.over)
+            self._merge(part, counts_of(self._overflowed, number, rows, torch.int32), made.over)
         return made.rows
 
     def _merge(self, part: _Part, out: Tensor, found: Tensor) -> None:

@@ -15,7 +15,7 @@ from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import InterventionSpec
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec, each_select
-from midstream.core.sites import Site, SiteLayout, site_layers
+from midstream.core.sites import Site, SiteLayout, layouts_at, site_layers
 from midstream.core.text import token_texts
 from midstream.taps.locate import TapMap
 from midstream.taps.passes import Passes
@@ -80,7 +80,7 @@ class Capturing:
     @property
     def layouts(self) -> dict[Site, dict[int, SiteLayout]]:
         """The layout of every captured site and layer."""
-        return {site: {layer: self.taps.layouts[site][layer] for layer in of} for site, of in self.sites.items()}
+        return layouts_at(self.sites, self.taps.layouts)
 
     def read_prompts(self, jobs: Sequence[Job], passes: Passes, done: Done) -> CaptureResult:
         """Run the prompts alone."""

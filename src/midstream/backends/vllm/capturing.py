@@ -17,7 +17,7 @@ from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import receipts_together, warn_of_idle
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec, resolve
-from midstream.core.sites import Site, SiteLayout
+from midstream.core.sites import Site, layouts_at
 from midstream.core.text import decoder, token_texts
 from midstream.taps.recorder import Recorded, RecordedRequest, Recorder
 from midstream.taps.step import whole_sequence
@@ -44,10 +44,7 @@ class Capturing:
     ) -> None:
         self._engine, self._store, self._segmented = engine, engine.store, segmented
         self._jobs, self._spec, self._params = jobs, spec, params
-        layouts = engine.facts.layouts
-        self.layouts: dict[Site, dict[int, SiteLayout]] = {
-            site: {layer: layouts[site][layer] for layer in of} for site, of in sites.items()
-        }
+        self.layouts = layouts_at(sites, engine.facts.layouts)
         self.requests: list[Request] = []
         self._lookups: dict[str, Lookup] = {}
         recorded: list[RecordedRequest] = []

@@ -19,6 +19,7 @@ from midstream.core.errors import BusyError, EngineError, ModelLoadError
 from .environment import boot_environment
 from .facts import FACTS, EngineFacts
 from .liveness import dying
+from .plugin.activation import settings_of
 from .requests import KEY
 from .reuse import RowStore
 
@@ -169,10 +170,9 @@ def _engine(llm: Any, kept_bytes: int, lora: Any, *, own: bool = True) -> Engine
     config = llm.llm_engine.vllm_config
     facts = getattr(llm.llm_engine, FACTS, None)
     if facts is None:
-        given = config.additional_config
         raise ModelLoadError(
             "vLLM did not load our plugin: name `midstream` in VLLM_PLUGINS, or unset it"
-            if isinstance(given, dict) and given.get(KEY) is not None
+            if settings_of(config) is not None
             else "this engine was not asked for taps: make it with additional_config={'midstream': {}}"
         )
     return Engine(llm, facts, RowStore(config.cache_config.block_size, kept_bytes), lora, own)

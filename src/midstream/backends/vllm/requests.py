@@ -6,13 +6,21 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, StrictBool, field_serializer, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    StrictBool,
+    field_serializer,
+    field_validator,
+)
 
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import spec_error
 from midstream.core.interventions import InterventionSpec
-from midstream.core.select import SelectSpec
-from midstream.core.sites import Site, as_site
+from midstream.core.select import Selection, SelectSpec
+from midstream.core.sites import Site, as_site, aux_place
 from midstream.core.wire import Int, Wire
 
 KEY: Final = "midstream"
@@ -25,8 +33,12 @@ LINES: Final = ("request", "position", "token_id", "segment", "row", "overflowed
 """What a worker says of each row that it has put down."""
 
 
-AuxLayerIds = Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)]
-"""vLLM's ids of layers: k is the stream after k blocks."""
+AuxLayerIds = Annotated[
+    tuple[Annotated[Int, Field(ge=0)], ...],
+    Field(min_length=1),
+    AfterValidator(lambda ids: tuple(sorted(set(ids)))),
+]
+"""vLLM's ids of layers, ascending, each once: k is the stream after k blocks."""
 
 
 def _spec(value: Any) -> Any:
@@ -43,28 +55,20 @@ class FileWishes(Wire):
     root: ClassVar[str] = "kv_transfer_params"
 
     aux_layer_ids: AuxLayerIds
-    select: SelectSpec | None = None
-
-    @field_validator("select", mode="before")
-    @classmethod
-    def _read_select(cls, value: Any) -> Any:
-        return SelectSpec.read(value, "")
-
-    @field_serializer("select")
-    def _select(self, value: SelectSpec | None) -> dict[str, Any] | None:
-        return None if value is None else value.canonical()
+    select: Selection = None
 
     @property
     def places(self) -> tuple[tuple[Site, int], ...]:
-        """The site and layer of each id, ascending, each once."""
-        return tuple(("resid_post", one - 1) if one else ("resid_pre", 0) for one in sorted(set(self.aux_layer_ids)))
+        """The site and layer of each id."""
+        return tuple(map(aux_place, self.aux_layer_ids))
 
 
 class EngineSettings(Wire):
     """What an engine's `additional_config["midstream"]` says; an engine without it is left as it is.
 
     graph: sites whose taps stand in a compiled graph; steps that want others run without it. row_bytes: what rows that
-    wait to be read may take in a worker. graph_rows: how many rows of a step a recorded graph reads.
+    wait to be read may take in a worker. graph_rows: how many rows of a step a recorded graph reads. version: ours, so
+    that another has another compile cache.
     """
 
     root: ClassVar[str] = f"additional_config.{KEY}"

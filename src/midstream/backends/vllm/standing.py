@@ -17,7 +17,7 @@ from midstream.core.capture import CaptureSpec
 from midstream.core.errors import CaptureError
 from midstream.core.generation import Completion
 from midstream.core.result import CaptureResult
-from midstream.core.sites import Site, SiteLayout, site_layers
+from midstream.core.sites import layouts_at, site_layers
 from midstream.taps.recorder import RecordedRequest, Recorder
 
 from .engine import Engine
@@ -116,7 +116,7 @@ class Standing:
             for part in parts:
                 if (error := error_of(part.described[place])) is not None:
                     raise CaptureError(f"request {asked[one.sample]!r}: {error}") from error
-        result = self._result(asked, choices, parts)
+        result = self._result(asked, outputs, choices, parts)
         if clear:
             self._forget(asked, ids)
         return result, outputs
@@ -164,11 +164,9 @@ class Standing:
             raise CaptureError(f"request {lost[0]!r}: its rows are gone: too many requests ended that nobody fetched")
         return [_Choice(found[where], *where) for where in due]
 
-    def _result(self, asked: Sequence[str], choices: Sequence[_Choice], parts: Sequence[Collected]) -> CaptureResult:
-        outputs = [self.outputs[one] for one in asked]
-        layouts: dict[Site, dict[int, SiteLayout]] = {
-            site: {layer: self.engine.facts.layouts[site][layer] for layer in of} for site, of in self._sites.items()
-        }
+    def _result(
+        self, asked: Sequence[str], outputs: Sequence[Any], choices: Sequence[_Choice], parts: Sequence[Collected]
+    ) -> CaptureResult:
         recorded: list[RecordedRequest] = []
         owners: list[Owner] = []
         generated: list[tuple[int, ...]] = []
@@ -193,7 +191,7 @@ class Standing:
         return CaptureResult(
             done.labels,
             done.tensors,
-            layouts,
+            layouts_at(self._sites, self.engine.facts.layouts),
             completions,
             done.receipt,
             self.spec,

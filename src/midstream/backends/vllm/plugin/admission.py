@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ class Admission:
         """What is to be done to a request; None: nothing more than it says itself. SpecError for what is wrong."""
         if not hasattr(params, "max_tokens") or request_id.startswith(PROBE):  # pooling has no rows of ours
             return None
-        extra: dict[str, Any] = dict(params.extra_args or {})
+        extra: Mapping[str, Any] = params.extra_args or {}
         asked = extra.get("kv_transfer_params")
         if (text := extra.get(KEY)) is not None:
             if EngineRequest.read(text).id != request_id:

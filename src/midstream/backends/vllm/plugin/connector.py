@@ -99,7 +99,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if path is None:
             return False, None
         here = files_here(self._vllm_config)
-        if request.status == RequestStatus.FINISHED_ABORTED or request.status == RequestStatus.FINISHED_ERROR:
+        if request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
             if here is None:
                 self._news.dropped.append(one)
             else:

@@ -118,7 +118,7 @@ class Files:
         return HiddenStatesFile(
             states,
             torch.from_numpy(rows.token_id[positions]),
-            tuple(sorted(set(wishes.file.aux_layer_ids))),
+            wishes.file.aux_layer_ids,
             self._about["model"],
             self._about["fingerprint"],
             ended.prompt_len,

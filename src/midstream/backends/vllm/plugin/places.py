@@ -34,6 +34,11 @@ class Place:
     candidate: int = 0
     scale: float = 1.0
 
+    @property
+    def where(self) -> tuple[Site, int]:
+        """Its site and layer."""
+        return (self.site, self.layer)
+
 
 @dataclass(frozen=True, eq=False)
 class Wrapped:

@@ -10,7 +10,7 @@ many rows; between the pieces of a piecewise one taps run as they do without gra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ from midstream.taps.fixed import FixedTaps
 
 from . import rows_v2
 from .examine import Probe, check_final
-from .tap_op import CURRENT, OPS, at_work
+from .tap_op import CURRENT, OPS, at_work, without_graph
 
 if TYPE_CHECKING:
     from .running import RunningRequests
@@ -61,9 +61,8 @@ def _let_steps_be_eager() -> None:
 class RunnerV2:
     """Shows taps the passes of one runner. fixed: the buffers of its recorded graphs, where it makes any."""
 
-    def __init__(self, taps: WorkerTaps, without_graph: Callable[[], None], rows: int) -> None:
+    def __init__(self, taps: WorkerTaps, rows: int) -> None:
         self._taps, self._runner = taps, taps.runner
-        self._without_graph = without_graph
         self.fixed: FixedTaps | None = None
         self._skip = False
         self._replayed = False  # whether the step under way is a replay that the self-test looks at
@@ -112,7 +111,7 @@ class RunnerV2:
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
             if self._skip:
-                self._without_graph()
+                without_graph()
             return forward(*args, **kwargs)
 
         def compute_logits(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

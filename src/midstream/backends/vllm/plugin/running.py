@@ -19,10 +19,11 @@ from midstream.core.errors import CaptureError, MidstreamError, SpecError, spec_
 from midstream.core.interventions import InterventionSpec
 from midstream.core.sites import Site, site_layers
 from midstream.formats.artifacts import ArtifactRegistry
-from midstream.taps.fixed import FixedTaps, Replayed, plain_add
+from midstream.taps.fixed import FixedTaps, plain_add
 from midstream.taps.segments import Column, Segments
 from midstream.taps.steerer import Steerer
 from midstream.taps.step import Ints, StepBatch
+from midstream.taps.stream import Copied, Fused
 from midstream.taps.stretches import Stretches
 from midstream.taps.tape import Tape, Taping
 
@@ -210,6 +211,9 @@ class RunningRequests:
     def passing(self, step: StepBatch, device: torch.device, fixed: FixedTaps | None = None) -> Generator[None]:
         """While open, a forward pass runs over these rows. fixed: it is a replay, on these buffers."""
         self._broken = None
+        read = np.unique(step.row)
+        if fixed is not None:  # its rows are seen among those that it reads, not among all of the pass
+            step = replace(step, size=len(read), row=np.searchsorted(read, step.row))
         self._taping, self._steering = set(), set()
         steered = step.take(np.isin(step.request, sorted(self._steered)))
         try:
@@ -228,10 +232,9 @@ class RunningRequests:
                 with at_work(self) if self._active else nullcontext():
                     yield
             else:
-                read = np.unique(step.row)
                 self._tell(fixed, read, steered, device)
                 yield
-                self._read_back(fixed, read, step.size)
+                self._read_back(fixed)
             self._close(step, steered)
         finally:
             self._active = {}
@@ -246,10 +249,10 @@ class RunningRequests:
         found = self._active.get(place)
         if found is None:
             return
-        where = (found.site, found.layer)
+        where = found.where
         try:
             if where in self._steering:
-                self._steerer.change(found.site, found.layer, stream_at(found, delta, residual, whole=True))
+                self._steerer.change(*where, stream_at(found, delta, residual, whole=True))
             if where in self._taping:
                 self._tape.record(where, stream_at(found, delta, residual))
         except _FAULTS as error:
@@ -257,37 +260,33 @@ class RunningRequests:
 
     def _tell(self, fixed: FixedTaps, read: Ints, steered: StepBatch, device: torch.device) -> None:
         """Write down what a replay reads, and what it adds: what the ops make of rows of zeros."""
-        added: dict[int, Tensor] = {}
-        if self._broken is None and len(steered):
-            try:
-                added = self._added(read, steered, device)
-            except _FAULTS as error:
-                self._broken, self._active = error, {}
-        fixed.fill(read, added)
+        try:
+            fixed.fill(read, self._added(steered, device) if self._broken is None and len(steered) else {})
+        except _FAULTS as error:
+            self._broken, self._active = error, {}
+            fixed.fill(read[:0], {})
 
-    def _added(self, read: Ints, steered: StepBatch, device: torch.device) -> dict[int, Tensor]:
+    def _added(self, steered: StepBatch, device: torch.device) -> dict[int, Tensor]:
         """Place → what ops add to each row that is read, `[rows, width]`."""
         found: dict[int, Tensor] = {}
         numbers = range(max(self._steered) + 1)  # of requests that ended, some are free
         adding = Steerer([self._requests[one].ops if one in self._steered else () for one in numbers])
-        adding.begin(replace(steered, size=len(read), row=np.searchsorted(read, steered.row), again=None), device)
+        adding.begin(steered, device)
         for where in sorted(adding.places):
-            zeros = torch.zeros((len(read), self.examined.widths[where][0]), device=device)
+            zeros = torch.zeros((steered.size, self.examined.widths[where][0]), device=device)
             if (changed := adding.steer(*where, zeros)) is not None:
                 found[self.examined.chosen[where].number] = changed
         return found
 
-    def _read_back(self, fixed: FixedTaps, read: Ints, size: int) -> None:
+    def _read_back(self, fixed: FixedTaps) -> None:
         """After a replay: count what was added, and keep what was left."""
-        slots = np.full(size, -1, dtype=np.int64)
-        slots[read] = np.arange(len(read))
         try:
             for place in self._active.values():
-                where = (place.site, place.layer)
-                if where in self._steering:
-                    self._steerer.change(*where, Replayed(fixed, place.number, slots, before=True))
+                where, left = place.where, fixed.left(place.number)
+                if where in self._steering:  # on a copy of the rows as they were: the replay has changed them itself
+                    self._steerer.change(*where, Copied(left - fixed.added(place.number)))
                 if where in self._taping:
-                    self._tape.record(where, Replayed(fixed, place.number, slots))
+                    self._tape.record(where, Fused(left))
         except _FAULTS as error:
             self._broken = error
 

@@ -4,6 +4,9 @@ To a compiler the op is opaque and may change what it is given, so it stays in t
 to do in `CURRENT`: a graph outlives the engine that traced it, so nothing of an engine may be in it but numbers.
 """
 
+# vLLM is in an environment of its own: type checkers do not see it
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Generator
@@ -37,14 +40,9 @@ class _Current:
 CURRENT: Final = _Current()
 
 
-def recording() -> bool:
-    """Whether a graph is being recorded of what this thread does."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _at(place: int, delta: Tensor, residual: Tensor | None) -> None:
     fixed = CURRENT.fixed
-    if fixed is not None and recording():
+    if fixed is not None and delta.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph is being recorded
         if place in fixed.places:
             fixed.at(place, delta, residual)
     elif CURRENT.taps is not None:
@@ -95,3 +93,13 @@ def touch(place: int, in_graph: bool, delta: Tensor, residual: Tensor | None) ->
                 torch.ops.midstream.tap_fused(delta, residual, place)
     elif CURRENT.taps is not None or CURRENT.fixed is not None:
         _at(place, delta, residual)
+
+
+def without_graph() -> None:
+    """Let the pass that begins run the model itself: neither its compiled form nor a recorded one."""
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    context.skip_compiled = True
+    context.cudagraph_runtime_mode = CUDAGraphMode.NONE

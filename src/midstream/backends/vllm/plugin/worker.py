@@ -11,8 +11,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -33,7 +32,7 @@ from .files import Files, news_of
 from .places import check_supported, wrap
 from .runner_v2 import RunnerV2
 from .running import RunningRequests
-from .tap_op import at_work
+from .tap_op import at_work, without_graph
 
 PREFIX: Final = "midstream-rows-"
 CALLS: Final = ("describe", "arm", "examine", "stage", "unstage", "collect", "standing", "release", "close")
@@ -107,7 +106,7 @@ class WorkerTaps:
         if hasattr(self.runner, "_model_forward"):
             self.runner._model_forward = self._with_taps(self.runner._model_forward)
         else:
-            self._v2 = RunnerV2(self, without_graph, self._settings.graph_rows)
+            self._v2 = RunnerV2(self, self._settings.graph_rows)
 
     def _with_taps(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def model_forward(*args: Any, **kwargs: Any) -> Any:
@@ -119,17 +118,12 @@ class WorkerTaps:
             step = rows_v1.step_batch(self.runner, _rows_of(args, kwargs), running.number_of, running.prompt_len)
             if not len(step):
                 return forward(*args, **kwargs)
-            with running.passing(step, self.runner.device), self._seen_by_taps(running.active_sites):
+            with running.passing(step, self.runner.device):
+                if self.compiled and not running.active_sites <= self.in_graph:
+                    without_graph()
                 return forward(*args, **kwargs)
 
         return model_forward
-
-    @contextmanager
-    def _seen_by_taps(self, sites: set[Site]) -> Generator[None]:
-        """Run a pass without the compiled graph, where that does not have all the taps that the pass wants."""
-        if self.compiled and not sites <= self.in_graph:
-            without_graph()
-        yield
 
     # --- the self-test
 
@@ -236,16 +230,6 @@ class WorkerTaps:
             self.running.close()
             self.running = None
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def without_graph() -> None:
-    """Let the pass that begins run the model itself: neither its compiled form nor a recorded one."""
-    from vllm.config import CUDAGraphMode
-    from vllm.forward_context import get_forward_context
-
-    context = get_forward_context()
-    context.skip_compiled = True
-    context.cudagraph_runtime_mode = CUDAGraphMode.NONE
 
 
 def make_folder() -> Path:
