@@ -23,6 +23,7 @@ from midstream.core.ops import KINDS, STEERED
 from midstream.core.sites import SITES, Site
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.locate import TapMap, same_parts
+from midstream.taps.pages import PAGES
 
 from .loading import load_pretrained
 from .selftest import examine
@@ -95,6 +96,7 @@ class HuggingFaceBackend(Registered):
         if self._session is not None:
             self._session.close()
         self._taps, self._model_of, self._tokenizer_of = None, None, lambda: None
+        PAGES.give_up()
         self._released = True
 
     def _tokenizer_beside(self, own: Any) -> Any:

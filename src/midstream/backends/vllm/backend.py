@@ -19,6 +19,7 @@ from midstream.core.errors import BusyError, ModelLoadError, SessionClosedError,
 from midstream.core.generation import eos_ids
 from midstream.core.sites import SITES, as_site
 from midstream.formats.artifacts import ArtifactRegistry
+from midstream.taps.pages import PAGES
 
 from .capabilities import engine_capabilities
 from .engine import Engine, adopted, boot
@@ -94,6 +95,7 @@ class VllmBackend(Registered):
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
+        PAGES.give_up()
         self._released = True
 
     def _session_closed(self) -> None:
