@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
     from .core.errors import SelfTestError as SelfTestError
     from .core.errors import SessionClosedError as SessionClosedError
     from .core.errors import SpecError as SpecError
+    from .core.errors import TransportError as TransportError
     from .core.errors import UnsupportedOperationError as UnsupportedOperationError
     from .core.generation import Completion as Completion
     from .core.generation import GenerationParams as GenerationParams
@@ -69,6 +70,7 @@ _HOMES = {
         "SelfTestError",
         "SessionClosedError",
         "SpecError",
+        "TransportError",
         "UnsupportedOperationError",
     ),
     "core.generation": ("Completion", "GenerationParams", "TokenLogprob"),

@@ -12,7 +12,9 @@ import transformers as hf
 from torch import Tensor
 
 import midstream as ms
+import midstream.compat.hidden_states as hs
 from midstream.compat import capture_activations, load_hidden_states
+from midstream.core.errors import SpecError, UnsupportedOperationError
 from parity.tiny import base, build
 
 IDS = torch.tensor([[1, 17, 42, 5, 99, 3]])
@@ -89,6 +91,34 @@ def test_the_model_is_left_as_it_was() -> None:
     capture_activations(model, IDS, {"layers": [1]})
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_easysteers_functions_on_a_model_in_process() -> None:
+    """Streams, both wrappers, and what needs an engine refused; outputs are Completions where no engine speaks."""
+    model = llama()
+    lm, prompts = ms.load(model), [[1, 17, 42], [5, 99, 3, 8]]
+    states, _ = plain(model)
+    found = hs.capture(lm, IDS.tolist(), layers=[0, 1])
+    for layer in (0, 1):
+        torch.testing.assert_close(found.rows(layer), states[layer + 1], atol=1e-5, rtol=1e-5)
+        assert found.meta(layer).token_ids.tolist() == IDS[0].tolist()
+    heads = hs.capture(lm, prompts, stream="attention_heads", layers=[1], select="prompt[-1]")
+    assert heads.layouts[1]["num_heads"] == heads.rows(1).shape[1] // heads.layouts[1]["head_size"]
+    assert len(heads.rows(1)) == len(prompts)
+    nested, outputs = hs.get_all_hidden_states_generate(lm, prompts, max_tokens=2, ignore_eos=True)
+    assert [len(of) for of in nested] == [LAYERS, LAYERS]
+    assert [one.token_ids for one in outputs] == [
+        one.token_ids for one in lm.generate(prompts, max_tokens=2, ignore_eos=True)
+    ]
+    batches = list(hs.capture_batches(lm, prompts, batch_size=1, layers=[2]))
+    torch.testing.assert_close(batches[1].rows(2), hs.capture(lm, prompts, layers=[2]).sample(1)[2])
+    for name in ("positions", "reduce"):
+        with pytest.raises(SpecError, match=f"E_UNKNOWN_FIELD at {name}: name rows with select="):
+            hs.capture(lm, prompts, **{name: "last"})
+    with pytest.raises(SpecError, match="E_SITE"):
+        hs.get_moe_router_logits_generate(lm, prompts)
+    with pytest.raises(UnsupportedOperationError, match="others submit no requests to a model in this process"):
+        hs.start_capture(lm)
 
 
 def test_hidden_states_files_hold_vllms_aux_layers(tmp_path: Any) -> None:

@@ -23,7 +23,9 @@ from .stream import Chunk
 if TYPE_CHECKING:
     from torch import Tensor
 
-BackendKind = Literal["huggingface", "vllm"]
+BackendKind = Literal["huggingface", "vllm", "vllm-serve"]
+SECRETS: Final = ("api_key",)
+"""Options that no hash, repr or comparison shows."""
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all) after each forward pass."""
 
@@ -31,6 +33,8 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class BackendSpec:
     """Which engine and which model: frozen, hashable, its options plain data (what JSON can hold).
+
+    Secrets among the options (SECRETS) are kept apart, in `secrets`: two specs that differ in them alone are equal.
 
     >>> spec = BackendSpec("huggingface", "smollm2", {"dtype": "float32"})
     >>> spec == BackendSpec("huggingface", "smollm2", {"dtype": "float32"}), {spec: 1}[spec]
@@ -40,8 +44,15 @@ class BackendSpec:
     kind: BackendKind
     model: str
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    secrets: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        hidden = {name: self.options[name] for name in SECRETS if self.options.get(name) is not None}
+        if wrong := [name for name, value in hidden.items() if not isinstance(value, str)]:
+            raise spec_error("E_BAD_PARAM", f"options.{wrong[0]}", "is a text")
+        object.__setattr__(self, "secrets", MappingProxyType(hidden))
+        open_ = {name: value for name, value in self.options.items() if name not in SECRETS}
+        object.__setattr__(self, "options", open_)
         try:
             copied = json.loads(self._canonical())
         except (TypeError, ValueError) as error:
@@ -85,6 +96,7 @@ _IN_PROCESS: Final = frozenset({Capability.IN_PROCESS_TORCH, Capability.BEAM_PRO
 EVERYTHING: Final[Mapping[BackendKind, frozenset[Capability]]] = {
     "huggingface": frozenset(Capability) - _ON_ENGINES,
     "vllm": frozenset(Capability) - _IN_PROCESS,
+    "vllm-serve": frozenset(Capability) - _IN_PROCESS,
 }
 """What each kind of backend can do with a model that allows all of it."""
 

@@ -72,18 +72,26 @@ class EngineError(MidstreamError, RuntimeError):
     """An engine, or a process of it, has died: load the model again."""
 
 
+class TransportError(EngineError):
+    """A server that cannot be reached, or whose answer never came whole; the same request can be sent again."""
+
+
 class FileFormatError(MidstreamError, ValueError):
     """A file that is not what its reader reads, or is damaged."""
 
 
 class PartialBatchError(MidstreamError):
-    """Some items of a call failed; `completions` has the others, `failures` why, both by index in the call."""
+    """Some items of a call failed; `completions` has the others, `failures` why, both by index in the call.
+
+    again: the items whose request never came through, and can be sent again as they are.
+    """
 
     def __init__(self, completions: Mapping[int, Any], failures: Mapping[int, MidstreamError]) -> None:
         first = min(failures)
         count = f"{len(failures)} of {len(completions) + len(failures)} items failed"
         super().__init__(f"{count}; item {first}: {failures[first]}")
         self.completions, self.failures = dict(completions), dict(failures)
+        self.again = [index for index, error in sorted(failures.items()) if isinstance(error, TransportError)]
 
 
 class BusyError(MidstreamError, RuntimeError):

@@ -151,6 +151,17 @@ class SelectSpec(Wire):
                 found |= {"prompt", "generation"} if phase == "sequence" else {phase}
         return frozenset(found)
 
+    @staticmethod
+    def generated_of(spec: SelectSpec | None) -> SelectSpec:
+        """What a selection (None: every row) selects of the generation phase alone.
+
+        >>> str(SelectSpec.generated_of(SelectSpec.parse("sequence[2:]"))), str(SelectSpec.generated_of(None))
+        ('sequence[2:], !prompt[0:]', 'generated')
+        """
+        if spec is None:
+            return SelectSpec(generation="all")
+        return spec.model_copy(update={"exclude_prompt_window": ((0, None),)}) if "prompt" in spec.phases else spec
+
     @classmethod
     def parse(cls, text: str, path: str = "select") -> SelectSpec:
         """The row grammar as a SelectSpec: `prompt, generated, !prompt[0]`, `sequence[17]`, `prompt{128000}`."""

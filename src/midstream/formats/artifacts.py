@@ -11,12 +11,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, BinaryIO, Final
 
 import numpy as np
@@ -107,6 +108,32 @@ class ArtifactRegistry:
         self._store(artifact_id, data, path)
         return artifact_id
 
+    @contextmanager
+    def receiving(self, artifact_id: str, path: str = "") -> Iterator[Callable[[bytes], None]]:
+        """A function that takes the file of an artifact piece by piece; at the end it is kept as by `put_bytes`.
+
+        Pieces count against the limit as they come (E_SPEC_TOO_LARGE); what fails leaves nothing.
+        """
+        as_artifact_id(artifact_id, path)
+        with self._writing():
+            used = sum(_size(other) for other in self._files() if other != self._file(artifact_id, path))
+        received = 0
+        with NamedTemporaryFile(dir=self.directory, prefix=".midstream-", suffix=".tmp") as temporary:
+
+            def take(piece: bytes) -> None:
+                nonlocal received
+                received += len(piece)
+                if used + received > self.max_bytes:
+                    message = (
+                        f"{artifact_id} has more than {self.max_bytes - used} bytes, which are left: delete others"
+                    )
+                    raise spec_error("E_SPEC_TOO_LARGE", path, message)
+                temporary.write(piece)
+
+            yield take
+            temporary.flush()
+            self.put_bytes(artifact_id, Path(temporary.name).read_bytes(), path)
+
     def delete(self, artifact_id: str, path: str = "") -> None:
         """Remove an artifact, whole or damaged; E_ARTIFACT_MISSING when it is not held."""
         file = self._file(artifact_id, path)
@@ -192,6 +219,11 @@ class ArtifactRegistry:
             with suppress(FileNotFoundError), file.open("rb") as stream:  # another may just have deleted it
                 found.append(ArtifactEntry(f"sha256:{file.stem}", os.fstat(stream.fileno()).st_size, _shape(stream)))
         return tuple(found)
+
+    def file_of(self, artifact: Artifact) -> bytes:
+        """The file of an artifact: made of its array, or that which came under its id."""
+        data = b"" if artifact.array is None else artifact_bytes(artifact.array)
+        return data if _hash(data) == artifact.id else self.get_bytes(artifact.id)
 
     def used_bytes(self) -> int:
         """What `max_bytes` bounds: the bytes of all artifacts together."""

@@ -22,6 +22,7 @@ from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.pages import PAGES
 
 from .capabilities import engine_capabilities
+from .checkpoints import merged_checkpoint
 from .engine import Engine, adopted, boot
 from .offline import VllmSession
 from .requests import EngineSettings
@@ -112,11 +113,11 @@ class VllmBackend(Registered):
             self._tokenizer = self._given_tokenizer or (
                 self._llm.get_tokenizer() if self._engine.has_tokenizer else None
             )
-            self._eos = _eos_ids(config.model, config.trust_remote_code)
+            self._eos = eos_of(config.model, config.trust_remote_code)
         elif self._engine is None:
             source = self._source()
             arguments, settings = self._arguments(source)
-            self._eos = _eos_ids(source, bool(self.spec.options.get("trust_remote_code")))
+            self._eos = eos_of(source, bool(self.spec.options.get("trust_remote_code")))
             self._engine = boot(source, arguments, settings, int(self.spec.options.get("kept_row_bytes", ROWS_KEPT)))
         return self._engine
 
@@ -128,19 +129,8 @@ class VllmBackend(Registered):
         checkpoint = self.spec.options.get("checkpoint")
         if checkpoint is None:
             return base
-        if not Path(checkpoint).is_dir() or not list(Path(checkpoint).glob("*.safetensors")):
-            raise ModelLoadError(f"no checkpoint {checkpoint!r}: give a folder with .safetensors files")
-        if not Path(base).is_dir():
-            raise ModelLoadError(f"a checkpoint replaces the weights of a folder, and {base!r} is none")
         self._scratch = tempfile.TemporaryDirectory(prefix="midstream-checkpoint-")
-        merged = Path(self._scratch.name)
-        for file in Path(base).iterdir():
-            if file.suffix not in (".safetensors", ".bin", ".pt") and not file.name.endswith(".index.json"):
-                (merged / file.name).symlink_to(file.resolve())
-        for file in Path(checkpoint).iterdir():
-            if file.suffix == ".safetensors" or file.name.endswith(".safetensors.index.json"):
-                (merged / file.name).symlink_to(file.resolve())
-        return str(merged)
+        return str(merged_checkpoint(base, checkpoint, Path(self._scratch.name) / "merged"))
 
     def _arguments(self, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `vllm.LLM` is given, and what our plugin is."""
@@ -198,7 +188,7 @@ class VllmBackend(Registered):
         )
 
 
-def _eos_ids(source: str, trust_remote_code: bool) -> frozenset[int]:
+def eos_of(source: str, trust_remote_code: bool) -> frozenset[int]:
     """Every EOS id of the generation_config, else of the config, as in process."""
     from transformers import AutoConfig, GenerationConfig
 

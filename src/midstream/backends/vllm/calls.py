@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import numpy as np
+from numpy.typing import NDArray
 
+from midstream.core.binding import BoundOp
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import BusyError, CaptureError, EngineError, MidstreamError, PromptError
+from midstream.core.errors import BusyError, CaptureError, EngineError, MidstreamError, PromptError, SpecError
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import OpReceipt, acts_on
 from midstream.core.text import Decode, text_of
-from midstream.taps.step import whole_sequence
+from midstream.taps.step import StepBatch, whole_sequence
 
 from .engine import Engine, refusals
 from .jobs import Job
@@ -80,6 +82,28 @@ Settle = Callable[[Sequence[Request], Sequence[Collected]], Collection[str]]
 """Takes requests that have ended, and what every rank says of them; gives the ids of those whose rows shall stay."""
 
 
+class AnyCall(Protocol):
+    """Requests of one call, on an engine here or behind a server."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """All of them."""
+        ...
+
+    @property
+    def params(self) -> GenerationParams:
+        """How they are sampled."""
+        ...
+
+    def run(self) -> None:
+        """Run all of them to their ends."""
+        ...
+
+    def outputs(self) -> Iterator[Request]:
+        """The same, giving each request whenever the engine has said more of it."""
+        ...
+
+
 @dataclass(eq=False)
 class Call:
     """Requests of one call on an engine. settle: called as requests with wishes end, while their rows are held."""
@@ -140,6 +164,8 @@ class Call:
                     text=text,
                 )
                 self.engine.submit(request.id, job.engine_prompt, params)
+            except SpecError:  # ours
+                raise
             except refusals() as error:
                 said = str(error).strip().splitlines() or [type(error).__name__]
                 raise PromptError(f"prompt {request.index}: vLLM refuses it: {said[0]:.200}") from error
@@ -193,30 +219,38 @@ def completion_of(request: Request, params: GenerationParams, decode: Decode | N
 def steering_receipts(request: Request) -> tuple[OpReceipt, ...]:
     """What each op did to the rows that are this request's own; CaptureError when a selected row was not steered.
 
-    Rows before `cached` came from the prefix cache, where they stand as the same ops left them. A choice after the
-    first counts no prompt row, and a score not the row of its last token: nothing is read from it.
+    A choice after the first counts no prompt row, and a score not the row of its last token: nothing is read from it.
     """
     if request.job.spec is None or request.error is not None or request.described is None:
         return ()
     rows = whole_sequence(request.consumed, len(request.job.prompt.token_ids))
-    reused = rows.position < int(request.described["cached"])
     own = np.ones(len(rows), dtype=np.bool_)
     if request.choice:
         own &= rows.position >= rows.prompt_len
     if request.job.reference:
         own &= rows.position < len(request.job.ids) - 1
-    tally = {(line[0], line[3]): line for line in request.described["steering"]}
+    return op_receipts(request.job.ops, rows, own, request.described, f"request {request.index}")
+
+
+def op_receipts(
+    ops: Sequence[BoundOp], rows: StepBatch, own: NDArray[np.bool_], described: Mapping[str, Any], what: str
+) -> tuple[OpReceipt, ...]:
+    """What each op did to those rows of a sequence that are `own`, `[rows]`; CaptureError names what was missed.
+
+    described: what a worker says of it. Rows before its `cached` came from the prefix cache, as the same ops left them.
+    """
+    reused = rows.position < int(described["cached"])
+    tally = {(line[0], line[3]): line for line in described["steering"]}
     found: list[OpReceipt] = []
-    for bound in request.job.ops:
+    for bound in ops:
         for layer in bound.op.layers:
             *_, computed, relative, skipped = tally[bound.place, layer]
             selected = acts_on(bound.op, rows, layer if bound.op.gate is not None else None)
             if skipped:
                 selected &= False
-            elif computed < int((selected & ~reused).sum()):
-                what = f"op {bound.place} ({bound.op.kind}) at layer {layer}"
-                due = int((selected & ~reused).sum())
-                raise CaptureError(f"request {request.index}, {what}: {due} rows were due, and {computed} steered")
+            elif computed < (due := int((selected & ~reused).sum())):
+                op = f"op {bound.place} ({bound.op.kind}) at layer {layer}"
+                raise CaptureError(f"{what}, {op}: {due} rows were due, and {computed} steered")
             selected &= own
             counts = (int(selected.sum()), int((selected & ~reused).sum()), int((selected & reused).sum()))
             at = (bound.place, bound.op.kind, bound.op.site, layer)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from midstream.core.backend import (
     EVERYTHING,
     BackendCapabilities,
+    BackendKind,
     Capability,
     CaptureKinds,
     ConstraintKinds,
@@ -18,13 +19,13 @@ from midstream.core.sites import Site
 
 
 def engine_capabilities(
-    sites: tuple[Site, ...], refused: Mapping[Site, str], has_tokenizer: bool
+    sites: tuple[Site, ...], refused: Mapping[Site, str], has_tokenizer: bool, backend: BackendKind = "vllm"
 ) -> BackendCapabilities:
     """Of an engine whose model has these sites, and a tokenizer that constraints can be written in, or none."""
     steered: tuple[Site, ...] = tuple(site for site in STEERED if site in sites)
-    atoms = EVERYTHING["vllm"] - (frozenset() if has_tokenizer else {Capability.GUIDED_DECODING})
+    atoms = EVERYTHING[backend] - (frozenset() if has_tokenizer else {Capability.GUIDED_DECODING})
     return BackendCapabilities(
-        "vllm",
+        backend,
         atoms,
         CaptureKinds(sites),
         InterventionKinds((*KINDS, "patch"), steered),  # a patch is lowered before it is sent

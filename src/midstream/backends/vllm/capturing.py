@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,16 +17,57 @@ from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import receipts_together, warn_of_idle
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec, resolve
-from midstream.core.sites import Site, layouts_at
+from midstream.core.sites import Site, SiteLayout, layouts_at
 from midstream.core.text import decoder, token_texts
 from midstream.taps.recorder import Recorded, RecordedRequest, Recorder
 from midstream.taps.step import whole_sequence
 
 from .calls import Request, completion_of, steering_receipts
-from .engine import Engine
 from .jobs import Job
-from .reuse import Lookup
+from .reuse import Lookup, RowStore
 from .rows import Collected, Owner, Segmented
+
+
+class Layouts(Protocol):
+    """What an engine says of its model's sites."""
+
+    @property
+    def layouts(self) -> Mapping[Site, Mapping[int, SiteLayout]]:
+        """Those that hold."""
+        ...
+
+    @property
+    def refused(self) -> Mapping[Site, str]:
+        """Why the others do not."""
+        ...
+
+
+class Host(Protocol):
+    """An engine as a session sees it, in this process or behind a server."""
+
+    @property
+    def facts(self) -> Layouts:
+        """What its self-test found."""
+        ...
+
+    @property
+    def store(self) -> RowStore:
+        """Rows that it keeps for reuse."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has."""
+        ...
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the engine itself can tell texts."""
+        ...
+
+    def release(self, ids: Sequence[str]) -> None:
+        """The rows of some requests are not wanted any more."""
+        ...
 
 
 class Capturing:
@@ -34,7 +75,7 @@ class Capturing:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Host,
         segmented: Segmented,
         jobs: Sequence[Job],
         spec: CaptureSpec,
@@ -86,7 +127,7 @@ class Capturing:
                 kept.add(request.id)
         dropped = set(self._store.evict(self._needed))
         if others := sorted(dropped - kept):
-            self._engine.call("release", others)
+            self._engine.release(others)
         return kept - dropped
 
     def _owner(self, request: Request) -> Owner:
@@ -120,7 +161,7 @@ class Capturing:
             self._store.forget_promises(request.id)
         if dropped := self._store.evict():
             with suppress(EngineError):  # what it held is gone with it
-                self._engine.call("release", dropped)
+                self._engine.release(dropped)
         self._segmented.forget_removed()
 
     def result(self, tokenizer: Any, facts: ModelFacts) -> CaptureResult:

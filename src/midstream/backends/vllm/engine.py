@@ -74,6 +74,10 @@ class Engine:
         with dying():
             return self.llm.collective_rpc(f"midstream_{name}", args=args)
 
+    def release(self, ids: Sequence[str]) -> None:
+        """The rows of some requests are not wanted any more."""
+        self.call("release", list(ids))
+
     def stage(self, ids: Collection[str], file_of: Callable[[str], bytes]) -> None:
         """Hand over the tensors of a call that the workers have not yet, by id; file_of: an artifact's file."""
         if sum(self._staged.values()) > STAGED_BYTES and not set(ids) <= set(self._staged):
@@ -110,7 +114,7 @@ class Engine:
     def abort(self, ids: Sequence[str]) -> None:
         """End requests in the middle; their rows are forgotten."""
         self.llm.llm_engine.abort_request(list(ids))
-        self.call("release", list(ids))
+        self.release(ids)
 
     def close(self) -> None:
         """Free the engine and all that it holds in this process; of the caller's own, what it holds for us."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from .requests import PROBE
 
 FACTS: Final = "midstream_facts"
 """The attribute of an `LLMEngine` that has them."""
+RUN: Final = "run"
 _PROBE: Final = ((1, 3, 5), (2, 4, 6))
 """Places in a vocabulary, in sixteenths, of the two prompts of the self-test."""
 
@@ -53,23 +54,26 @@ def _let_go(engine: Any) -> None:
 
 def examined(engine: Any) -> EngineFacts:
     """Run the self-test: one pass over two prompts, seen by every tap; then through compiled and recorded graphs."""
+    run, said = examination(), None
+    while True:
+        try:
+            name, args = run.send(said)
+        except StopIteration as done:
+            return done.value
+        said = _run_probe(engine, *args) if name == RUN else engine.collective_rpc(f"midstream_{name}", args=args)
 
-    def call(name: str, *args: Any) -> list[Any]:
-        return engine.collective_rpc(f"midstream_{name}", args=args)
 
-    described = [json.loads(one) for one in call("describe")]
-    call("arm")
-    _run_probe(engine)
-    found = [json.loads(one) for one in call("examine")]
-    _raise_first(found)
+def examination() -> Generator[tuple[str, tuple[Any, ...]], list[Any] | None, EngineFacts]:
+    """The steps of the self-test, for whoever can take them: a call of the workers, whose answers are sent back.
+
+    RUN, (max_tokens,): let the engine run the prompts of `probes`; its answer is not looked at.
+    """
+    described = [json.loads(one) for one in (yield "describe", ()) or ()]
+    found = yield from _armed("eager", 1)
     if found[0]["compiled"] and described[0]["graph"]:
-        call("arm", "compiled")
-        _run_probe(engine)
-        _raise_first([json.loads(one) for one in call("examine", "compiled")])
+        yield from _armed("compiled", 1)
     if described[0]["recorded"]:
-        call("arm", "replayed")
-        _run_probe(engine, max_tokens=3)
-        _raise_first([json.loads(one) for one in call("examine", "replayed")])
+        yield from _armed("replayed", 3)
     layouts: dict[Site, dict[int, SiteLayout]] = {
         site: {int(layer): SiteLayout(*one) for layer, one in layers.items()}
         for site, layers in found[0]["layouts"].items()
@@ -81,21 +85,30 @@ def examined(engine: Any) -> EngineFacts:
     )  # fmt: skip
 
 
-def _run_probe(engine: Any, max_tokens: int = 1) -> None:
-    from vllm import SamplingParams
-
-    size = engine.model_config.get_vocab_size()
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, skip_reading_prefix_cache=True
-    )
-    for places in _PROBE:
-        prompt = {"prompt_token_ids": [size * place // 16 for place in places]}
-        engine.add_request(f"{PROBE}{uuid4().hex}", prompt, params)
-    while engine.has_unfinished_requests():
-        engine.step()
-
-
-def _raise_first(found: Sequence[Mapping[str, Any]]) -> None:
+def _armed(how: str, max_tokens: int) -> Generator[tuple[str, tuple[Any, ...]], list[Any] | None, list[Any]]:
+    """One look at the passes over the probes; SelfTestError for what did not hold."""
+    yield "arm", (how,)
+    yield RUN, (max_tokens,)
+    found = [json.loads(one) for one in (yield "examine", (how,)) or ()]
     for one in found:
         if one["error"] is not None:
             raise SelfTestError(one["error"])
+    return found
+
+
+def probes(vocabulary: int, max_tokens: int) -> tuple[list[dict[str, Any]], Any]:
+    """The prompts of the self-test, and how they are sampled."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, skip_reading_prefix_cache=True
+    )
+    return [{"prompt_token_ids": [vocabulary * place // 16 for place in places]} for places in _PROBE], params
+
+
+def _run_probe(engine: Any, max_tokens: int) -> None:
+    prompts, params = probes(engine.model_config.get_vocab_size(), max_tokens)
+    for prompt in prompts:
+        engine.add_request(f"{PROBE}{uuid4().hex}", prompt, params)
+    while engine.has_unfinished_requests():
+        engine.step()

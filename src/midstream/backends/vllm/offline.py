@@ -1,58 +1,29 @@
-"""One exclusive use of a vLLM engine in this process: capture, generate, score, stream; all checked before it runs."""
+"""A session on a vLLM engine in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from midstream.core.artifacts import Artifact, artifact_bytes
-from midstream.core.backend import BackendCapabilities, Capability, ModelFacts, Progress, Tokens
-from midstream.core.binding import BoundOp, bind
+from midstream.core.backend import BackendCapabilities, ModelFacts, Progress, Tokens
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import BusyError, EngineError, PromptError, SessionClosedError, spec_error
-from midstream.core.generation import Completion, GenerationParams
-from midstream.core.interventions import InterventionSpec, warn_of_idle
-from midstream.core.items import (
-    ConstraintEntry,
-    GenerationItem,
-    InterventionEntry,
-    OutputEntry,
-    ScoringItem,
-    check_references,
-    check_scored,
-    item_seeds,
-    one_constraint,
-    specs_of,
-    steered_items,
-    steering_path,
-)
+from midstream.core.errors import BusyError, EngineError
+from midstream.core.generation import GenerationParams
 from midstream.core.prompts import PreparedPrompt
-from midstream.core.result import CaptureResult
-from midstream.core.select import SelectSpec, each_select
-from midstream.core.sites import Site, SiteLayout, site_layers
-from midstream.core.stream import Chunk
-from midstream.core.text import Settled, decoder
 from midstream.formats.artifacts import ArtifactRegistry
-from midstream.taps.recorder import check_memory
-from midstream.taps.step import whole_sequence
 
-from .calls import Call, Request, completion_of, steering_receipts
-from .capturing import Capturing, completions
+from .calls import Call, Request, Settle
 from .engine import Engine
-from .jobs import Job
-from .rendering import canonical_constraint, refuse_extra
-from .rows import Collected, Segmented
+from .jobs import Rendered
+from .multimodal import rendered
+from .rows import Segmented
+from .session import EngineSession
 from .standing import Standing
 
 
-class VllmSession:
-    """Captures, generates and scores on one engine; opened by VllmBackend."""
+class VllmSession(EngineSession):
+    """Exclusive; opened by VllmBackend."""
 
     def __init__(
         self,
@@ -64,35 +35,10 @@ class VllmSession:
         capabilities: Callable[[], BackendCapabilities],
         on_close: Callable[[], None],
     ) -> None:
-        self._engine, self._facts, self._eos = engine, facts, eos
-        self._tokenizer, self._registry = tokenizer, registry
-        self._capabilities, self._on_close = capabilities, on_close
-        self._segmented = Segmented(engine.facts.folders)
-        self._closed = False
-        self._calls = 0
+        segmented = Segmented(engine.facts.folders)
+        super().__init__(engine, facts, eos, tokenizer, registry, capabilities, on_close, segmented)
+        self._llm_engine = engine
         self.standing: Standing | None = None
-
-    @property
-    def layout(self) -> ModelFacts:
-        """The model's facts."""
-        self._open()
-        return self._facts
-
-    @property
-    def layouts(self) -> Mapping[Site, Mapping[int, SiteLayout]]:
-        """The width of every site and layer that can be captured."""
-        return self._engine.facts.layouts
-
-    @property
-    def num_layers(self) -> int:
-        """How many decoder blocks the model has."""
-        return self._facts.num_layers
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, or None."""
-        self._open()
-        return self._tokenizer
 
     def stand(self, spec: CaptureSpec) -> Standing:
         """Capture every request that comes to the engine from now on, whoever submits it.
@@ -104,267 +50,29 @@ class VllmSession:
             if self.standing.on and self.standing.spec.sites != spec.sites:
                 raise BusyError(f"a capture of {self.standing.spec.sites[0]} stands on this engine: stop it first")
             self.standing.end()
-        self.standing = Standing(self._engine, self._facts, self._segmented, spec)
+        self.standing = Standing(self._llm_engine, self._facts, self._segmented, spec)
         return self.standing
 
     def close(self) -> None:
         """End the session; idempotent."""
         if not self._closed:
-            self._closed = True
             if self.standing is not None:
                 with suppress(EngineError):
                     self.standing.end()
-            self._on_close()
-
-    def _open(self) -> None:
-        if self._closed:
-            raise SessionClosedError("this session is closed: open another, or load the model again")
-
-    # --- capture
-
-    def capture(
-        self,
-        prompts: Sequence[PreparedPrompt],
-        spec: CaptureSpec | None = None,
-        *,
-        layers: Any = None,
-        mode: Literal["all_tokens", "last_token"] = "all_tokens",
-        location: Literal["layer_output", "layer_input"] = "layer_output",
-        per_prompt_select: Sequence[SelectSpec | None] | None = None,
-        steering: Sequence[InterventionSpec | None] | None = None,
-        params: GenerationParams | None = None,
-        call: int | None = None,
-        progress: Progress | None = None,
-    ) -> CaptureResult:
-        """The rows that `spec` selects, of the prompts and, with max_tokens > 1, of what is generated after them.
-
-        As in process, but that one token is always sampled. A request that failed has its error in its place.
-        """
-        self._open()
-        spec = CaptureSpec.short(layers, mode, location) if spec is None else spec
-        params = params or GenerationParams()
-        if not prompts:
-            raise spec_error("E_BAD_PARAM", "prompts", "no prompts: a capture needs at least one")
-        jobs = self._generation_jobs(steered_items(prompts, steering), params, call)
-        capturing = self._capturing(jobs, spec, per_prompt_select, params)
-        made = self._call(capturing.requests, params, capturing.settle, progress)
-        try:
-            capturing.begin()
-            made.run()
-            if orphans := capturing.take_shared():
-                self._call(orphans, GenerationParams(), capturing.settle, None).run()
-        finally:
-            capturing.close()
-        return capturing.result(self._tokenizer, self._facts)
-
-    def _capturing(
-        self,
-        jobs: Sequence[Job],
-        spec: CaptureSpec,
-        each: Sequence[SelectSpec | None] | None,
-        params: GenerationParams,
-    ) -> Capturing:
-        facts = self._engine.facts
-        sites = site_layers(spec.sites, spec.layers, facts.layouts, facts.refused)
-        selects = each_select(spec.select, each, len(jobs))
-        made = Capturing(self._engine, self._segmented, jobs, spec, sites, selects, params)
-        check_memory(made.recorder.certain, made.layouts, spec.dtype or self._facts.dtype)
-        return made
-
-    # --- generate
-
-    def generate(
-        self,
-        items: Sequence[GenerationItem],
-        params: GenerationParams,
-        *,
-        call: int | None = None,
-        progress: Progress | None = None,
-    ) -> list[Completion]:
-        """One Completion per item, in order; an item that failed has its `error`."""
-        self._open()
-        if not items:
-            return []
-        jobs = self._generation_jobs(items, params, call)
-        requests = [Request(job, index, choice, None) for index, job in enumerate(jobs) for choice in range(params.n)]
-        self._call(requests, params, _nothing_to_settle, progress).run()
-        found = completions(requests, params, self._tokenizer)
-        warn_of_idle(one.steering for one in found)
-        return found
-
-    def stream(
-        self,
-        item: GenerationItem,
-        params: GenerationParams,
-        spec: CaptureSpec | None = None,
-        *,
-        call: int | None = None,
-    ) -> Iterator[Chunk]:
-        """One item as it grows; the last chunk has the whole completion, and with `spec` the activations."""
-        self._open()
-        if params.n > 1:
-            raise spec_error("E_UNKNOWN_KIND", "generation.n", "a stream takes no n: use lm.generate")
-        jobs = self._generation_jobs([item], params, call)
-        capturing = None if spec is None else self._capturing(jobs, spec, None, params)
-        requests = [Request(jobs[0], 0, 0, None)] if capturing is None else capturing.requests
-        settle = _nothing_to_settle if capturing is None else capturing.settle
-        return self._stream(self._call(requests, params, settle, None), capturing)
-
-    def _stream(self, call: Call, capturing: Capturing | None) -> Iterator[Chunk]:
-        request, params, given = call.requests[0], call.params, 0
-        text = Settled(decoder(self._tokenizer), params)
-        try:
-            if capturing is not None:
-                capturing.begin()
-            for _ in call.outputs():
-                ids = request.generated
-                if len(ids) > given:
-                    reason = request.output.outputs[0].finish_reason
-                    ended = completion_of(request, params, None).finish_reason if reason else None
-                    yield Chunk(ids[given:], text.grow(ids, ended))
-                    given = len(ids)
-            if capturing is not None and (orphans := capturing.take_shared()):
-                self._call(orphans, GenerationParams(), capturing.settle, None).run()
-        finally:
-            if capturing is not None:
-                capturing.close()
-        if capturing is None:
-            (completion,) = completions([request], params, self._tokenizer)
-            if completion.error is not None:
-                raise completion.error
-            warn_of_idle([completion.steering])
-            yield Chunk(completion=completion)
-        else:
-            result = capturing.result(self._tokenizer, self._facts)
-            if result.errors:
-                raise result.errors[0]
-            yield Chunk(completion=result.outputs[0], capture=result)
-
-    # --- score
-
-    def score(
-        self, items: Sequence[ScoringItem], params: GenerationParams | None = None, *, progress: Progress | None = None
-    ) -> Tensor:
-        """Log-probabilities of each item's reference after its prompt, `[items, reference length]`, float32."""
-        self._open()
-        params = params or GenerationParams()
-        refuse_extra(params)
-        check_scored(items, params)
-        if not items:
-            return torch.empty((0, 0))
-        length = check_references(items, self._engine.vocabulary)
-        self._check_prompts([item.prompt for item in items], max(1, length) + 1)
-        jobs: list[Job] = []
-        for index, item in enumerate(items):
-            reference = tuple(int(token) for token in item.ref_output_ids)
-            self._constraint(item.output_entries, GenerationParams())
-            spec, ops = self._spec(item, index, len(items), (*item.prompt.token_ids, *reference))
-            jobs.append(Job(item.prompt, spec, ops, (None,), reference=reference))
-        if not length:
-            return torch.empty((len(items), 0))
-        decided = self._decide(jobs)
-        requests = [Request(job, index, 0, None, decided=decided.get(index)) for index, job in enumerate(jobs)]
-        self._call(requests, GenerationParams(prompt_logprobs=0), _nothing_to_settle, progress).run()
-        scores = torch.empty((len(items), length))
-        for index, request in enumerate(requests):
-            if request.error is not None:
-                raise request.error
-            found = request.output.prompt_logprobs[-length:]
-            scores[index] = torch.tensor(
-                [float(one[token].logprob) for one, token in zip(found, request.job.reference, strict=True)]
-            )
-        warn_of_idle([steering_receipts(request) for request in requests])
-        return scores
-
-    def _decide(self, jobs: Sequence[Job]) -> dict[int, Mapping[str, bool]]:
-        """What gates decide on the prompts of jobs: a reference in the same pass would come too early for them."""
-        gated = [index for index, job in enumerate(jobs) if any(one.op.gate is not None for one in job.ops)]
-        requests = [Request(replace(jobs[index], reference=()), index, 0, None) for index in gated]
-        self._call(requests, GenerationParams(), _nothing_to_settle, None).run()
-        found: dict[int, Mapping[str, bool]] = {}
-        for index, request in zip(gated, requests, strict=True):
-            if request.error is not None:
-                raise request.error
-            assert request.described is not None
-            found[index] = request.described["decided"]
-        return found
-
-    # --- shared
+            super().close()
 
     def _call(
-        self, requests: Sequence[Request], params: GenerationParams, settle: Any, progress: Progress | None
+        self,
+        requests: Sequence[Request],
+        params: GenerationParams,
+        settle: Settle,
+        progress: Progress | None,
+        stream: bool = False,
     ) -> Call:
-        specs = {id(request.job.spec): request.job.spec for request in requests if request.job.spec is not None}
-        artifacts = {name: one for spec in specs.values() for name, one in spec.artifacts().items()}
-        self._engine.stage(artifacts, lambda name: self._file_of(artifacts[name]))
+        artifacts = self._artifacts_of(requests)
+        self._llm_engine.stage(artifacts, lambda name: self._registry.file_of(artifacts[name]))
         tokens = Tokens(sum(len(request.job.ids) + params.max_tokens for request in requests), progress)
-        return Call(self._engine, params, self._eos, requests, settle, tokens.add)
+        return Call(self._llm_engine, params, self._eos, requests, settle, tokens.add)
 
-    def _file_of(self, artifact: Artifact) -> bytes:
-        """The file of an artifact: made of its array, or that which came under its id."""
-        data = b"" if artifact.array is None else artifact_bytes(artifact.array)
-        if f"sha256:{sha256(data).hexdigest()}" == artifact.id:
-            return data
-        return self._registry.get_bytes(artifact.id)
-
-    def _generation_jobs(
-        self, items: Sequence[GenerationItem], params: GenerationParams, call: int | None
-    ) -> list[Job]:
-        refuse_extra(params)
-        if params.stop and not self._engine.has_tokenizer:
-            message = "stop strings need a tokenizer of the engine's own: use stop_token_ids"
-            raise spec_error("E_BAD_PARAM", "generation.stop", message)
-        self._check_prompts([item.prompt for item in items], params.max_tokens)
-        if call is None:
-            call, self._calls = self._calls, self._calls + 1
-        jobs: list[Job] = []
-        for index, (item, seeds) in enumerate(zip(items, item_seeds(items, params, call), strict=True)):
-            spec, ops = self._spec(item, index, len(items), item.prompt.token_ids)
-            jobs.append(Job(item.prompt, spec, ops, seeds, self._constraint(item.output_entries, params)))
-        return jobs
-
-    def _spec(
-        self, item: GenerationItem | ScoringItem, index: int, count: int, ids: Sequence[int]
-    ) -> tuple[InterventionSpec | None, tuple[BoundOp, ...]]:
-        """An item's spec for its prompt, and bound to the model: what is wrong is refused here."""
-        capabilities = self._capabilities()
-        if any(not isinstance(entry, InterventionEntry) for entry in item.state_entries):
-            capabilities.require([Capability.IN_PROCESS_TORCH], f"items[{index}].state_entries")
-        spec = specs_of(item.state_entries)
-        if spec is None:
-            return None, ()
-        path = steering_path(index, count)
-        capabilities.require_spec(spec, path)
-        spec = spec.lowered(whole_sequence(ids, len(item.prompt.token_ids)), path)
-        spec.canonical_json()
-        facts = self._engine.facts
-        return spec, bind(spec, facts.layouts, facts.refused, self._registry.get, path)
-
-    def _constraint(self, entries: Sequence[OutputEntry], params: GenerationParams) -> dict[str, Any] | None:
-        if any(not isinstance(entry, ConstraintEntry) for entry in entries):
-            self._capabilities().require([Capability.IN_PROCESS_TORCH], "output_entries")
-        found = one_constraint(entries, params)
-        if found is not None and not self._engine.has_tokenizer:
-            message = "needs a tokenizer, and this engine was loaded without one"
-            raise spec_error("E_CONSTRAINT", "generation.constraint", message)
-        return canonical_constraint(found)
-
-    def _check_prompts(self, prompts: Sequence[PreparedPrompt], max_tokens: int) -> None:
-        vocabulary, context = self._engine.vocabulary, self._facts.context_length
-        for index, prompt in enumerate(prompts):
-            length = len(prompt.token_ids)
-            if prompt.multi_modal_data:
-                raise PromptError(f"prompt {index}: this backend takes no multi_modal_data yet: huggingface does")
-            largest = max(*prompt.token_ids, -1)
-            if largest >= vocabulary:
-                raise PromptError(f"prompt {index} has token id {largest}; the model has ids 0 to {vocabulary - 1}")
-            if context is not None and length + max_tokens > context:
-                raise PromptError(
-                    f"prompt {index} has {length} tokens and max_tokens is {max_tokens}, and the engine's "
-                    f"max_model_len is {context}: shorten it, or load with a larger one"
-                )
-
-
-def _nothing_to_settle(ended: Sequence[Request], parts: Sequence[Collected]) -> tuple[str, ...]:
-    """Requests that capture nothing have no rows."""
-    return ()
+    def _rendered(self, prompts: Sequence[PreparedPrompt]) -> tuple[list[PreparedPrompt], list[Rendered | None]]:
+        return rendered(self._llm_engine, prompts)

@@ -28,6 +28,41 @@ def refuse_extra(params: GenerationParams) -> None:
         raise spec_error("E_UNKNOWN_KIND", f"generation.extra.{name}", "vllm takes no extra: huggingface has it")
 
 
+def sampling_fields(params: GenerationParams, *, seed: int | None, eos: frozenset[int]) -> dict[str, Any]:
+    """One choice of one item in vLLM's names, the same in SamplingParams and over HTTP; all of GenerationParams is here
+    but the constraint.
+
+    vLLM stops at its tokenizer's EOS and at those of the generation_config; which ids are EOS is ours to say, so they
+    travel as ids to stop at.
+    """
+    refuse_extra(params)
+    greedy = params.is_greedy
+    return {
+        "n": 1,
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "temperature": 0.0 if greedy else 1.0 if params.temperature is None else params.temperature,
+        "top_p": 1.0 if greedy or params.top_p is None else params.top_p,
+        "top_k": 0 if greedy or params.top_k is None else params.top_k,
+        "repetition_penalty": 1.0 if params.repetition_penalty is None else params.repetition_penalty,
+        "seed": None if greedy else seed,
+        "stop": list(params.stop) or None,
+        "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}),
+        "ignore_eos": True,
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+        "skip_special_tokens": True,
+    }
+
+
+def structured_fields(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A constraint in vLLM's names."""
+    if constraint is None:
+        return None
+    (kind, value), *_ = constraint.items()
+    return {CONSTRAINTS[kind]: value}
+
+
 def sampling_params(
     params: GenerationParams,
     *,
@@ -36,38 +71,16 @@ def sampling_params(
     constraint: dict[str, Any] | None,
     text: str | None,
 ) -> Any:
-    """One choice of one item as vLLM samples it; every field of GenerationParams is here.
-
-    vLLM stops at its tokenizer's EOS and at those of the generation_config; which ids are EOS is ours to say, so they
-    travel as ids to stop at. text: what `extra_args` holds for our plugin.
-    """
+    """One choice of one item as vLLM samples it. text: what `extra_args` holds for our plugin."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    refuse_extra(params)
-    structured = None
-    if constraint is not None:
-        (kind, value), *_ = constraint.items()
-        structured = StructuredOutputsParams(**{CONSTRAINTS[kind]: value})
-    greedy = params.is_greedy
+    structured = structured_fields(constraint)
     return SamplingParams(
-        n=1,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=0.0 if greedy else 1.0 if params.temperature is None else params.temperature,
-        top_p=1.0 if greedy or params.top_p is None else params.top_p,
-        top_k=0 if greedy or params.top_k is None else params.top_k,
-        repetition_penalty=1.0 if params.repetition_penalty is None else params.repetition_penalty,
-        seed=None if greedy else seed,
-        stop=list(params.stop) or None,
-        stop_token_ids=sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}),
-        ignore_eos=True,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
+        **sampling_fields(params, seed=seed, eos=eos),
         detokenize=bool(params.stop),
-        skip_special_tokens=True,
         output_kind=RequestOutputKind.CUMULATIVE,
-        structured_outputs=structured,
+        structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
         extra_args=None if text is None else {"midstream": text},
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +21,7 @@ from midstream.core.errors import spec_error
 from midstream.core.interventions import InterventionSpec
 from midstream.core.select import Selection, SelectSpec
 from midstream.core.sites import Site, as_site, aux_place
-from midstream.core.wire import Int, Wire
+from midstream.core.wire import Int, Number, Wire
 
 KEY: Final = "midstream"
 """Where a request's sampling parameters (over HTTP: `vllm_xargs`) hold it."""
@@ -48,6 +48,8 @@ def _spec(value: Any) -> Any:
 class FileWishes(Wire):
     """A hidden-states file of a request. aux_layer_ids: vLLM's, where k is the stream after k blocks.
 
+    source: taps, or the cache in which vLLM's own extraction puts the states of some layers.
+
     >>> FileWishes(aux_layer_ids=[3, 0, 3]).places
     (('resid_pre', 0), ('resid_post', 2))
     """
@@ -56,6 +58,7 @@ class FileWishes(Wire):
 
     aux_layer_ids: AuxLayerIds
     select: Selection = None
+    source: Literal["taps", "cache"] = "taps"
 
     @property
     def places(self) -> tuple[tuple[Site, int], ...]:
@@ -68,7 +71,8 @@ class EngineSettings(Wire):
 
     graph: sites whose taps stand in a compiled graph; steps that want others run without it. row_bytes: what rows that
     wait to be read may take in a worker. graph_rows: how many rows of a step a recorded graph reads. version: ours, so
-    that another has another compile cache.
+    that another has another compile cache. Of a server: artifact_dir: where it keeps artifacts (None: a folder of its
+    own), artifact_bytes: at most; held_bytes: of activations that wait for whoever asked, and held_seconds: how long.
     """
 
     root: ClassVar[str] = f"additional_config.{KEY}"
@@ -77,6 +81,10 @@ class EngineSettings(Wire):
     row_bytes: Annotated[Int, Field(ge=1 << 20)] = 8 << 30
     graph_rows: Annotated[Int, Field(ge=16)] = 128
     version: str = ""
+    artifact_dir: str | None = None
+    artifact_bytes: Annotated[Int, Field(ge=1 << 16)] = 4 << 30
+    held_bytes: Annotated[Int, Field(ge=1 << 16)] = 4 << 30
+    held_seconds: Annotated[Number, Field(gt=0)] = 120.0
 
     @field_validator("graph", mode="before")
     @classmethod
@@ -120,20 +128,24 @@ class EngineRequest(Wire):
 
     @property
     def wants_rows(self) -> bool:
-        """Whether any of its rows are kept."""
-        return self.capture is not None or self.file is not None
+        """Whether any of its rows are kept by taps."""
+        return self.capture is not None or self._taped_file is not None
+
+    @property
+    def _taped_file(self) -> FileWishes | None:
+        return None if self.file is None or self.file.source == "cache" else self.file
 
     @property
     def sites(self) -> frozenset[Site]:
         """Where it looks or acts, on whatever rank its rows are kept: all choose one form for a step."""
-        found: set[Site] = {site for site, _ in self.file.places} if self.file is not None else set()
+        found: set[Site] = {site for site, _ in self._taped_file.places} if self._taped_file is not None else set()
         found.update(self.capture.sites if self.capture is not None else ())
         found.update(op.site for op in (self.steering.ops if self.steering is not None else ()))
         return frozenset(found)
 
     @property
     def select(self) -> SelectSpec | None:
-        """Which of its rows are kept, where any are."""
+        """Which of its rows are wanted, where any are."""
         return self.file.select if self.file is not None else self.capture and self.capture.select
 
     def settled(self, engine_id: str, prompt_tokens: int, max_tokens: int | None) -> EngineRequest:

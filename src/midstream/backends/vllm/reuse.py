@@ -62,7 +62,7 @@ class RowStore:
         wanted = resolve(spec.select, whole_sequence(ids, len(ids)))
         if not self.max_bytes or not wanted[: len(ids) // size * size].any():
             return Lookup(0, (), (), ())
-        keys = [self._signed(key, spec) for key in chain(ids, len(ids), size, job.spec, job.prompt.cache_salt)]
+        keys = [self._signed(key, spec) for key in chain(ids, len(ids), size, job.spec, job.salt)]
         whole = [bool(wanted[place * size : (place + 1) * size].all()) for place in range(len(keys))]
         blocks: list[tuple[str, int]] = []
         first = 0

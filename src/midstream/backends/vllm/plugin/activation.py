@@ -44,7 +44,7 @@ def register() -> None:
     _after(Scheduler, "__init__", _tap_scheduler)
     _after(InputProcessor, "__init__", _tap_input)
     _after(LLMEngine, "__init__", _examine)
-    _after(AsyncLLM, "__init__", _refuse)
+    _after(AsyncLLM, "__init__", _close)
 
 
 def _after(owner: Any, name: str, then: Callable[[Any], None]) -> None:
@@ -88,7 +88,8 @@ def _examine(engine: Any) -> None:
     attach(engine)
 
 
-def _refuse(engine: Any) -> None:
-    """An asynchronous engine is not put to the self-test yet: its taps would do nothing, without a word."""
-    engine.shutdown()
-    raise ModelLoadError("midstream reads no AsyncLLM yet: use vllm.LLM, or leave midstream out of additional_config")
+def _close(engine: Any) -> None:
+    """An asynchronous engine is put to the self-test by whoever serves it; until then nothing of it is tapped."""
+    from .admission import close
+
+    close(engine.input_processor)

@@ -1,15 +1,19 @@
 """Every request on its way into an engine that has taps: what is wrong with its wishes is refused here."""
 
+# vLLM is in an environment of its own: type checkers do not see it
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import spec_error
+from midstream.core.errors import SpecError, spec_error
 
-from ..requests import KEY, PROBE, EngineRequest
+from ..requests import KEY, PROBE, EngineRequest, text_of
+from .extraction import extracted_ids
 from .file_settings import FileSettings, file_wishes
 
 ADMISSION: Final = "midstream_admission"
@@ -20,13 +24,22 @@ ADMISSION: Final = "midstream_admission"
 class Admission:
     """What is added to requests that others submit. standing: what is captured of all.
 
-    seen: their ids, since then, and whether vLLM says of each only what is new.
+    seen: their ids, since then, and whether vLLM says of each only what is new. closed: why no request may have wishes.
+    served: of a server, whose routes alone give requests wishes, by ids of theirs; check: what they say of a prompt.
     """
 
     files: FileSettings | None
     depth: int
+    extracted: tuple[int, ...] | None = None
     standing: CaptureSpec | None = None
+    closed: str | None = None
+    served: set[str] | None = None
+    check: Callable[[EngineRequest, Sequence[int], int], None] | None = None
     seen: dict[str, bool] = field(default_factory=dict[str, bool])
+
+    def open(self, check: Callable[[EngineRequest, Sequence[int], int], None]) -> None:
+        """The engine of a server holds what its self-test says: from now on its routes may ask."""
+        self.closed, self.served, self.check = None, set(), check
 
     def wishes_of(self, request_id: str, params: Any) -> EngineRequest | None:
         """What is to be done to a request; None: nothing more than it says itself. SpecError for what is wrong."""
@@ -34,21 +47,56 @@ class Admission:
             return None
         extra: Mapping[str, Any] = params.extra_args or {}
         asked = extra.get("kv_transfer_params")
-        if (text := extra.get(KEY)) is not None:
-            if EngineRequest.read(text).id != request_id:
-                message = "is written by calls of an lm: ms.load(llm, backend='vllm') gives one"
+        text = extra.get(KEY)
+        if self.closed is not None and (text is not None or (asked and self.files is not None)):
+            raise spec_error("E_UNKNOWN_KIND", f"extra_args.{KEY}", self.closed)
+        if text is not None:
+            own = EngineRequest.read(text)
+            if own.id not in (self.served if self.served is not None else (request_id,)):
+                message = (
+                    "is written by calls of an lm: ms.load(llm, backend='vllm') gives one"
+                    if self.served is None
+                    else "is read by /v1/completions and /v1/chat/completions: send it there"
+                )
                 raise spec_error("E_BAD_PARAM", f"extra_args.{KEY}", message)
             if self.files is not None and asked:
                 message = "a call of an lm gets no file: cap.save_hidden_states writes one"
                 raise spec_error("E_BAD_PARAM", "kv_transfer_params", message)
+            self._check_drafts(own)
             return None
-        file = None if self.files is None else file_wishes(asked, self.files, self.depth)
+        file = None if self.files is None else file_wishes(asked, self.files, self.depth, self.extracted)
         if file is not None:
             if params.stop:
                 message = "a stop string ends a request outside the engine, and no path comes back: use stop_token_ids"
                 raise spec_error("E_BAD_PARAM", "stop", message)
-            return EngineRequest(file=file)
-        return None if self.standing is None else EngineRequest(capture=self.standing)
+            return self._check_drafts(EngineRequest(file=file))
+        return None if self.standing is None else self._check_drafts(EngineRequest(capture=self.standing))
+
+    def _check_drafts(self, wishes: EngineRequest) -> EngineRequest:
+        """The same; E_SELECTION for generated rows chosen by token where a pass may hold tokens that are not kept."""
+        select = wishes.select if wishes.wants_rows else None
+        if self.extracted is not None and select is not None:
+            for name in ("generation_tokens", "exclude_generation_tokens"):
+                if getattr(select, name) is not None:
+                    message = "this engine's passes hold drafts of tokens: choose generated rows by position"
+                    raise spec_error("E_SELECTION", f"select.{name}", message)
+        return wishes
+
+
+def as_vllms(error: SpecError) -> Exception:
+    """The same as vLLM's own class for it, without which a server says 500 and may end."""
+    from vllm.exceptions import VLLMValidationError
+
+    return VLLMValidationError(str(error), parameter=error.path)
+
+
+def close(processor: Any) -> None:
+    """Of an engine that was not put to the self-test: no request may have wishes."""
+    admission: Admission = getattr(processor, ADMISSION)
+    admission.closed = (
+        "this engine was not put to the self-test: start it with `midstream vllm-serve`, or name midstream in "
+        "VLLM_PLUGINS, or use vllm.LLM"
+    )
 
 
 def attach(processor: Any) -> None:
@@ -58,18 +106,28 @@ def attach(processor: Any) -> None:
     files = FileSettings.read(config)
     if files is not None:
         files.check_layers(depth)
-    admission = Admission(files, depth)
+    admission = Admission(files, depth, extracted_ids(config))
     original: Callable[..., Any] = processor.process_inputs
 
-    def process_inputs(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def admitted(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         wishes = admission.wishes_of(request_id, params)
         if wishes is not None:
             params = params.clone()
             params.extra_args = {**(params.extra_args or {}), KEY: wishes.text()}
         made = original(request_id, prompt, params, *args, **kwargs)
+        if admission.check is not None and (text := text_of(params)) is not None:
+            admission.check(EngineRequest.read(text), made.prompt_token_ids or (), params.max_tokens or 0)
         if wishes is not None and wishes.capture is not None:  # and vLLM takes it
             admission.seen[request_id] = params.output_kind.name == "DELTA"
         return made
+
+    def process_inputs(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return admitted(*args, **kwargs)
+        except SpecError as error:
+            if admission.served is None and admission.closed is None:
+                raise
+            raise as_vllms(error) from error
 
     processor.process_inputs = process_inputs
     setattr(processor, ADMISSION, admission)

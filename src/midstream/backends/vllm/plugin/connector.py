@@ -27,6 +27,7 @@ from vllm.v1.request import RequestStatus
 from midstream.core.errors import ModelLoadError
 
 from .activation import settings_of
+from .extraction import group_of
 from .file_settings import FileSettings
 from .files import Ended, FileNews
 from .prefix_cache import noticed
@@ -53,6 +54,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         settings = FileSettings.read(vllm_config)
         assert settings is not None, "this module is the connector's"
         self._settings = settings
+        self._group = group_of(kv_cache_config)
         self._paths: dict[str, str] = {}
         self._families: OrderedDict[str, dict[int, str]] = OrderedDict()
         self._news = FileNews()
@@ -93,7 +95,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return str(self._settings.directory / f"{name}.safetensors")
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: its file is due now, and its path goes back. Its blocks are free."""
+        """A request has ended: its file is due now, and its path goes back.
+
+        Its blocks are free: whoever writes the file reads them before another pass can.
+        """
         one = request.request_id
         path = self._paths.pop(one, None)
         if path is None:
@@ -105,7 +110,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 here.drop([one])
             return False, None
-        ended = Ended(one, list(request.all_token_ids), request.num_prompt_tokens)
+        ended = Ended(one, list(request.all_token_ids), request.num_prompt_tokens, list(block_ids))
         if here is None:
             self._news.ended.append(ended)  # they hear of it with the next step, which vLLM runs for just that
         else:
@@ -114,7 +119,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """The same where a model has several kinds of cache."""
-        return self.request_finished(request, block_ids)
+        return self.request_finished(request, block_ids[self._group])
 
     def shutdown(self) -> None:
         """The engine ends: what is being written is finished."""

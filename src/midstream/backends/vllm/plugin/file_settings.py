@@ -14,10 +14,11 @@ from midstream.core.select import SelectSpec
 from midstream.core.wire import Int, Wire
 
 from ..requests import AuxLayerIds, FileWishes
+from .extraction import METHOD
 
 CONNECTOR: Final = "HiddenStatesConnector"
 MODULE: Final = "midstream.backends.vllm.plugin.connector"
-_REQUEST: Final = ("aux_layer_ids", "select", "include_output_tokens")
+_REQUEST: Final = ("aux_layer_ids", "select", "include_output_tokens", "source")
 _ROOT: Final = "kv_transfer_params"
 
 
@@ -104,8 +105,12 @@ def hidden_states_files(
     }
 
 
-def file_wishes(given: Any, settings: FileSettings, depth: int) -> FileWishes | None:
+def file_wishes(
+    given: Any, settings: FileSettings, depth: int, extracted: tuple[int, ...] | None = None
+) -> FileWishes | None:
     """What a request's `kv_transfer_params` ask for; None where it gets no file. depth: how many blocks the model has.
+
+    extracted: the layers that vLLM's own extraction puts into its cache, where it does.
 
     >>> some = FileSettings(shared_storage_path="/tmp")
     >>> made = file_wishes({"aux_layer_ids": [2], "select": "prompt[-1]"}, some, depth=4)
@@ -120,7 +125,11 @@ def file_wishes(given: Any, settings: FileSettings, depth: int) -> FileWishes | 
         raise spec_error("E_BAD_PARAM", f"{_ROOT}.hidden_states_path", message)
     if unknown := sorted(set(asked) - set(_REQUEST)):
         raise spec_error("E_UNKNOWN_FIELD", f"{_ROOT}.{unknown[0]}", f"there are: {choices(_REQUEST)}")
-    ids = asked.get("aux_layer_ids", settings.aux_layer_ids)
+    source = asked.get("source", "taps")
+    if source == "cache" and extracted is None:
+        message = f"this engine extracts nothing: give it speculative_config={{'method': '{METHOD}', …}}, or use taps"
+        raise spec_error("E_BAD_PARAM", f"{_ROOT}.source", message)
+    ids = asked.get("aux_layer_ids", extracted if source == "cache" else settings.aux_layer_ids)
     if ids is None:
         if asked:
             raise spec_error("E_BAD_PARAM", f"{_ROOT}.aux_layer_ids", "name the layers: k is the stream after k blocks")
@@ -134,7 +143,10 @@ def file_wishes(given: Any, settings: FileSettings, depth: int) -> FileWishes | 
     select = SelectSpec.read(rows, f"{_ROOT}.select") if rows is not None else None
     if rows is None and not output:
         select = SelectSpec(prompt="all")
-    made = FileWishes.of({"aux_layer_ids": ids, "select": select})
+    made = FileWishes.of({"aux_layer_ids": ids, "select": select, "source": source})
+    if source == "cache" and (absent := sorted(set(made.aux_layer_ids) - set(extracted or ()))):
+        message = f"{absent[0]} is not in this engine's extraction, {list(extracted or ())} from its boot: or use taps"
+        raise spec_error("E_LAYER_RANGE", f"{_ROOT}.aux_layer_ids", message)
     if (largest := max(made.aux_layer_ids)) > depth:
         raise spec_error("E_LAYER_RANGE", f"{_ROOT}.aux_layer_ids", _beyond(largest, depth))
     return made

@@ -18,8 +18,9 @@ import torch
 from midstream.core.errors import CaptureError, MidstreamError
 from midstream.core.select import resolve
 from midstream.formats.hidden_states_file import HiddenStatesFile, locked, write_file
-from midstream.taps.step import whole_sequence
+from midstream.taps.step import Ints, whole_sequence
 
+from .extraction import Extraction
 from .file_settings import FileSettings
 from .running import RunningRequests
 
@@ -30,11 +31,15 @@ _WAITING_BYTES: Final = 1 << 30
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that has ended, and whose file is due. token_ids: all of it, prompt and output."""
+    """A request that has ended, and whose file is due. token_ids: all of it, prompt and output.
+
+    blocks: those of vLLM's cache that have its states, until the next pass.
+    """
 
     id: str
     token_ids: Sequence[int]
     prompt_len: int
+    blocks: Sequence[int]
 
 
 @dataclass
@@ -57,8 +62,14 @@ class _Open:
 class Files:
     """The files of one engine. about: model and fingerprint, which every file names."""
 
-    def __init__(self, running: RunningRequests, settings: FileSettings, about: Mapping[str, str]) -> None:
-        self._running, self._settings, self._about = running, settings, about
+    def __init__(
+        self,
+        running: RunningRequests,
+        settings: FileSettings,
+        about: Mapping[str, str],
+        extraction: Extraction | None = None,
+    ) -> None:
+        self._running, self._settings, self._about, self._extraction = running, settings, about, extraction
         self._open: dict[str, _Open] = {}
         self._pool = ThreadPoolExecutor(settings.num_writer_threads, thread_name_prefix="midstream-files")
         self._waiting: deque[tuple[Future[None], int]] = deque()
@@ -106,25 +117,33 @@ class Files:
         self._waiting.append((self._pool.submit(self._put, due, file), size))
 
     def _file_of(self, ended: Ended) -> HiddenStatesFile:
-        wishes, positions, states = self._running.take(ended.id)
+        file = self._running.file_of(ended.id)
         rows = whole_sequence(ended.token_ids[:-1], ended.prompt_len)  # the last token was only sampled
-        wanted = np.flatnonzero(resolve(wishes.select, rows))
-        kept = positions < len(rows)  # an engine may run a step too far
-        positions, states = positions[kept], states if kept.all() else states[torch.as_tensor(kept)]
-        if not np.array_equal(positions, wanted):
-            raise CaptureError(f"{len(wanted)} rows were selected, and {len(positions)} came")
+        positions = np.flatnonzero(resolve(file.select, rows))
+        if file.source == "cache":
+            assert self._extraction is not None, "admission refuses it"
+            states = self._extraction.rows(ended.blocks, positions, file.aux_layer_ids)
+        else:
+            states = self._taped(ended.id, positions, len(rows))
         whole = np.array_equal(positions, np.arange(len(positions)))
-        assert wishes.file is not None
         return HiddenStatesFile(
             states,
             torch.from_numpy(rows.token_id[positions]),
-            wishes.file.aux_layer_ids,
+            file.aux_layer_ids,
             self._about["model"],
             self._about["fingerprint"],
             ended.prompt_len,
             tuple(ended.token_ids[ended.prompt_len :]),
             None if whole else torch.from_numpy(positions),
         )
+
+    def _taped(self, one: str, wanted: Ints, length: int) -> torch.Tensor:
+        """What taps have of a request, `[rows, layers, hidden]`: the wanted rows, or CaptureError."""
+        positions, states = self._running.take(one)
+        kept = positions < length  # an engine may run a step too far
+        if not np.array_equal(positions[kept], wanted):
+            raise CaptureError(f"{len(wanted)} rows were selected, and {int(kept.sum())} came")
+        return states if kept.all() else states[torch.as_tensor(kept)]
 
     def _put(self, due: _Open, file: HiddenStatesFile) -> None:
         """In a thread of its own: write one file, and let its reader go on, whatever happens."""

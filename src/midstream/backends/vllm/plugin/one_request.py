@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,16 @@ class Running:
     taped: bool
     error: MidstreamError | None = None
 
+    def plain(self, tally: Sequence[OpReceipt], decided: Mapping[int, bool]) -> dict[str, Any]:
+        """How it went, as JSON has it."""
+        return {
+            "id": self.wishes.id,
+            "cached": self.cached,
+            "steering": [_plain_receipt(receipt) for receipt in tally],
+            "decided": {str(place): one for place, one in decided.items()},
+            "error": None if self.error is None else plain_error(self.error),
+        }
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -44,7 +54,7 @@ def plain_error(error: MidstreamError) -> dict[str, Any]:
     return {"message": str(error)}
 
 
-def plain_receipt(receipt: OpReceipt) -> list[Any]:
+def _plain_receipt(receipt: OpReceipt) -> list[Any]:
     """What an op did at a layer: op, kind, site, layer, rows, how much of their norm, and why it did nothing."""
     return [
         receipt.op, receipt.kind, receipt.site, receipt.layer, receipt.computed, receipt.relative, receipt.skipped,

@@ -17,6 +17,7 @@ from midstream.core.narrow import is_list
 from midstream.core.sites import Site
 from midstream.taps.locate import Tap, final_modules, find_blocks, searched
 
+from .extraction import extracted_ids
 from .file_settings import FileSettings
 from .tap_op import touch
 
@@ -55,7 +56,8 @@ def wrap(model: nn.Module, config: Any, in_graph: frozenset[Site]) -> Wrapped:
 
     in_graph: sites whose taps a compiler sees; the others are there only in passes that run without it.
     """
-    body, blocks = find_blocks(model, config.num_hidden_layers)
+    decoder = model.get_language_model() if hasattr(model, "get_language_model") else model  # pyright: ignore
+    body, blocks = find_blocks(decoder, config.num_hidden_layers)
     wrapping = _Wrapping(in_graph)
     attention: dict[int, nn.Module] = {}
     for layer, block in enumerate(blocks):
@@ -154,9 +156,13 @@ def check_supported(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ModelLoadError("midstream reads no pipeline-parallel engine yet: use tensor_parallel_size")
-    if vllm_config.speculative_config is not None:
-        raise ModelLoadError("midstream reads no engine with speculative decoding yet: leave speculative_config out")
-    if vllm_config.kv_transfer_config is not None and FileSettings.read(vllm_config) is None:
+    files = FileSettings.read(vllm_config)
+    if vllm_config.speculative_config is not None and (extracted_ids(vllm_config) is None or files is None):
+        raise ModelLoadError(
+            "midstream reads no engine with speculative decoding yet, but for vLLM's extract_hidden_states together "
+            "with midstream.backends.vllm.hidden_states_files(…): leave speculative_config out"
+        )
+    if vllm_config.kv_transfer_config is not None and files is None:
         raise ModelLoadError(
             "a KV connector may hand steered blocks to others: leave kv_transfer_config out, or make it with "
             "midstream.backends.vllm.hidden_states_files(…)"

@@ -27,9 +27,9 @@ from midstream.taps.stream import Copied, Fused
 from midstream.taps.stretches import Stretches
 from midstream.taps.tape import Tape, Taping
 
-from ..requests import LINES, EngineRequest, text_of
+from ..requests import LINES, EngineRequest, FileWishes, text_of
 from .examine import Examined
-from .one_request import Running, Wanted, plain_error, plain_receipt
+from .one_request import Running, Wanted, plain_error
 from .places import Place
 from .streams import stream_at
 from .tap_op import at_work
@@ -142,7 +142,7 @@ class RunningRequests:
         examined, dtype = self.examined, None
         places: Sequence[tuple[Site, int]]
         if wishes.file is not None:
-            places = wishes.file.places
+            places = wishes.file.places if wishes.file.source == "taps" else ()
             if absent := [layer for site, layer in places if layer not in examined.whole_layouts.get(site, ())]:
                 raise spec_error(
                     "E_LAYER_RANGE", "kv_transfer_params.aux_layer_ids", f"the model has no layer {absent[0]}"
@@ -344,14 +344,9 @@ class RunningRequests:
                 used.update(np.unique(taken.segment).tolist())
                 if number in self._tape.failures:
                     self._fail(number, self._tape.failures.pop(number))
-            tally = self._steerer.tally_of(number) if running.ops else []
-            described.append({
-                "id": one,
-                "cached": running.cached,
-                "steering": [plain_receipt(receipt) for receipt in tally],
-                "decided": self._steerer.decided(number) if running.ops else {},
-                "error": None if running.error is None else plain_error(running.error),
-            })  # fmt: skip
+            steered = bool(running.ops)
+            tally = self._steerer.tally_of(number) if steered else []
+            described.append(running.plain(tally, self._steerer.decided(number) if steered else {}))
         metadata = {
             "requests": json.dumps(described),
             "segments": json.dumps([self.segments[number].plain() for number in sorted(used)]),
@@ -362,8 +357,8 @@ class RunningRequests:
         empty = np.zeros(0, dtype=np.int64)
         return save({name: np.concatenate([empty, *parts]) for name, parts in columns.items()}, metadata)
 
-    def take(self, one: str) -> tuple[EngineRequest, Ints, Tensor]:
-        """The rows of a request that gets a file: its wishes, `[rows]` positions, `[rows, layers, width]`, a copy."""
+    def file_of(self, one: str) -> FileWishes:
+        """The file that a request gets, which has ended; CaptureError: it failed, or is not known any more."""
         number = self._by_id.get(one)
         if number is None:
             raise CaptureError("its rows are gone: too many requests ended that nobody asked for")
@@ -371,12 +366,16 @@ class RunningRequests:
         if running.error is not None:
             raise running.error
         assert running.wishes.file is not None
-        places = running.wishes.file.places
-        taken = self._tape.taken(number)
+        return running.wishes.file
+
+    def take(self, one: str) -> tuple[Ints, Tensor]:
+        """The rows of a request that gets a file: their positions, and `[rows, layers, width]`, a copy."""
+        places = self.file_of(one).places
+        taken = self._tape.taken(self._by_id[one])
         if not len(taken.position):
             width, dtype = self.examined.widths[places[0]]
-            return running.wishes, taken.position, torch.empty((0, len(places), width), dtype=dtype)
-        return running.wishes, taken.position, self.segments.rows(taken.segment, taken.row, places)
+            return taken.position, torch.empty((0, len(places), width), dtype=dtype)
+        return taken.position, self.segments.rows(taken.segment, taken.row, places)
 
     def standing(self) -> list[str]:
         """vLLM's ids of the requests that have no id of ours, and whose rows wait for whoever asks."""

@@ -27,6 +27,7 @@ from ..requests import KEY, EngineSettings
 from . import cpu_seeds, rows_v1
 from .activation import settings_of
 from .examine import Examination, Probe, check_final
+from .extraction import Extraction
 from .file_settings import FileSettings
 from .files import Files, news_of
 from .places import check_supported, wrap
@@ -35,7 +36,9 @@ from .running import RunningRequests
 from .tap_op import at_work, without_graph
 
 PREFIX: Final = "midstream-rows-"
-CALLS: Final = ("describe", "arm", "examine", "stage", "unstage", "collect", "standing", "release", "close")
+CALLS: Final = (
+    "describe", "arm", "examine", "stage", "unstage", "collect", "exchange", "standing", "release", "close",
+)  # fmt: skip
 """What a client may ask of a worker: methods `midstream_<name>`."""
 
 
@@ -171,7 +174,7 @@ class WorkerTaps:
         print_ = fingerprint_of(self._config, self.model.named_parameters()) if self._rank == 0 else ""
         if self._rank == 0 and (settings := FileSettings.read(self.vllm_config)) is not None:
             about = {"model": str(self.vllm_config.model_config.model), "fingerprint": print_}
-            self.files = Files(self.running, settings, about)
+            self.files = Files(self.running, settings, about, Extraction.of(self.vllm_config))
         return json.dumps({"error": None, "compiled": self.compiled, "fingerprint": print_} | examined.plain())
 
     def _check_graph(self, name: str, probe: Probe) -> None:
@@ -200,15 +203,20 @@ class WorkerTaps:
         """Keep an artifact where specs that name it find it; hashed again."""
         self._registry.put_bytes(artifact_id, bytes(data))
 
-    def unstage(self) -> None:
-        """Forget every artifact."""
-        for artifact_id in self._registry.ids():
+    def unstage(self, ids: Sequence[str] | None = None) -> None:
+        """Forget some artifacts; None: all."""
+        for artifact_id in self._registry.ids() if ids is None else ids:
             self._registry.delete(artifact_id)
 
     def collect(self, ids: Sequence[str], keep: bool = False) -> bytes:
         """See RunningRequests."""
         assert self.running is not None, "the engine is examined at load"
         return self.running.collect(list(ids), keep)
+
+    def exchange(self, ids: Sequence[str], read: Sequence[str]) -> bytes:
+        """`release(read)` and `collect(ids)` in one call."""
+        self.release(read)
+        return self.collect(ids)
 
     def standing(self) -> list[str]:
         """See RunningRequests."""
