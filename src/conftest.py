@@ -3,6 +3,5 @@
 from importlib.util import find_spec
 
 _VLLM = "midstream/backends/vllm"
-collect_ignore = (
-    [] if find_spec("vllm") else ["midstream/compat/vllm.py", f"{_VLLM}/llm.py", f"{_VLLM}/plugin/connector.py"]
-)
+_THERE = ("llm.py", "plugin/connector.py", "routes/app.py", "routes/completions.py", "routes/opening.py")
+collect_ignore = [] if find_spec("vllm") else ["midstream/compat/vllm.py", *(f"{_VLLM}/{name}" for name in _THERE)]

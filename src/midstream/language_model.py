@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .core.backend import Backend, BackendCapabilities, BackendSpec, ModelFacts, Progress, Session
+from .async_language_model import AsyncLanguageModel
+from .core.backend import EVERYTHING, Backend, BackendCapabilities, BackendSpec, ModelFacts, Progress, Session
 from .core.capture import CaptureSpec, as_storage_dtype
-from .core.errors import ModelLoadError, PartialBatchError, spec_error
+from .core.errors import ModelLoadError, PartialBatchError, choices, spec_error
 from .core.generation import Completion, GenerationParams
 from .core.interventions import InterventionSpec
 from .core.items import GenerationItem, InterventionEntry, ScoringItem, steered_items
@@ -39,17 +40,21 @@ def load(
     A loaded one is a transformers model, or with backend="vllm" a `vllm.LLM` that was made with
     `additional_config={"midstream": {}}`; it stays the caller's own.
 
-    backend: `huggingface`, the model in this process, or `vllm`, an engine in this process. dtype, device: of a model
-    loaded here; `auto` takes the checkpoint's own, and a GPU where there is one. steering: a spec for every call that
-    gives none of its own. options: with huggingface hf_model_kwargs, device_map, tokenizer_name_or_path,
-    trust_remote_code; with vllm engine_kwargs (arguments of `vllm.LLM`), lora, checkpoint, graph_sites, row_bytes,
-    tokenizer_name_or_path, trust_remote_code. Raises ModelLoadError when the model cannot be found or fails its
-    self-test.
+    backend: `huggingface`, the model in this process; `vllm`, an engine in this process; or `vllm-serve`, a `vllm
+    serve` with our plugin, whose model may be left out (None) where it serves one. dtype, device: of a model loaded
+    here; `auto` takes the checkpoint's own, and a GPU where there is one. steering: a spec for every call that gives
+    none of its own. options: with huggingface hf_model_kwargs, device_map, tokenizer_name_or_path, trust_remote_code;
+    with vllm engine_kwargs (arguments of `vllm.LLM`), lora, checkpoint, graph_sites, row_bytes,
+    tokenizer_name_or_path, trust_remote_code; with vllm-serve base_url (one or a list), api_key, request_timeout,
+    max_concurrency, max_retries, retry_backoff, artifact_dir, lora, checkpoint, tokenizer_name_or_path,
+    trust_remote_code. Raises ModelLoadError when the model cannot be found or fails its self-test.
     """
+    if backend == "vllm-serve":
+        return _on_servers(model, dtype, device, tokenizer, steering, options)
     if backend == "vllm":
         return _on_vllm(model, dtype, device, tokenizer, steering, options)
     if backend != "huggingface":
-        raise spec_error("E_UNKNOWN_KIND", "backend", f"no backend {backend!r}; there are: huggingface, vllm")
+        raise spec_error("E_UNKNOWN_KIND", "backend", f"no backend {backend!r}; there are: {choices(list(EVERYTHING))}")
     from .backends.huggingface.backend import HuggingFaceBackend
 
     if not isinstance(model, str) and not hasattr(model, "__fspath__"):
@@ -88,6 +93,22 @@ def _on_vllm(
         return LanguageModel(VllmBackend.adopt(model, tokenizer), steering)
     given = {"dtype": str(dtype).removeprefix("torch."), "device": device, **options}
     return LanguageModel(VllmBackend(BackendSpec("vllm", str(model), given), tokenizer), steering)
+
+
+def _on_servers(
+    model: Any, dtype: Any, device: str, tokenizer: Any, steering: Any, options: dict[str, Any]
+) -> LanguageModel:
+    """A model that is served elsewhere."""
+    from .backends.vllm.serve.backend import ServedBackend
+
+    for name, value in (("dtype", dtype), ("device", device)):
+        if value != "auto":
+            raise spec_error("E_BAD_PARAM", name, "is the server's own: leave it out")
+    if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
+        message = f"a {type(model).__name__} is not what a server serves: give its name, a folder, or None"
+        raise ModelLoadError(message)
+    spec = BackendSpec("vllm-serve", "" if model is None else str(model), options)
+    return LanguageModel(ServedBackend(spec, tokenizer), steering)
 
 
 def _one_of(site: str | None, sites: Sequence[str] | None) -> Sequence[str]:
@@ -148,6 +169,14 @@ class LanguageModel:
     def session(self) -> Session:
         """The open session behind this face."""
         return self._session
+
+    @property
+    def aio(self) -> AsyncLanguageModel:
+        """The same calls, awaited, several at a time; UnsupportedOperationError where the model takes one at a time."""
+        if self._backend.spec.kind != "vllm-serve":
+            message = f"{self._backend.spec.kind} takes one call at a time: backend='vllm-serve' has it"
+            raise spec_error("E_UNKNOWN_KIND", "aio", message)
+        return AsyncLanguageModel(self)
 
     def capture(
         self,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers as hf
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from parity.tiny import base, build
@@ -144,3 +147,25 @@ def saved(name: str, folder: Path) -> tuple[Path, PreTrainedModel]:
     model = CHECKPOINTS[name]()
     model.save_pretrained(folder)
     return folder, model
+
+
+def lora_adapter(folder: Path) -> tuple[Any, Path]:
+    """A LoRA of rank 4 for the llama, written into a folder; and the llama with its product added."""
+    generator = torch.Generator().manual_seed(1)
+    merged = CHECKPOINTS["llama"]()
+    tensors: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for layer, block in enumerate(merged.model.layers):
+            for name in ("q_proj", "v_proj"):
+                weight = getattr(block.self_attn, name).weight
+                a = torch.randn(4, weight.shape[1], generator=generator) * 0.1
+                b = torch.randn(weight.shape[0], 4, generator=generator) * 0.1
+                weight += 2.0 * b @ a
+                path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+              "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "fan_in_fan_out": False, "use_dora": False}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return merged, folder

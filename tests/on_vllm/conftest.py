@@ -13,6 +13,7 @@ import pytest
 import midstream as ms
 from on_vllm.checkpoints import saved, wide
 from on_vllm.kit import ENGINE, Checkpoint, Engines
+from on_vllm.serving import Server, Servers
 from parity.tiny import build
 from unit.tiny_checkpoint import byte_tokenizer
 
@@ -35,6 +36,26 @@ def engines() -> Iterator[Engines]:
     held = Engines()
     yield held
     held.close()
+    held.servers.close()
+
+
+@pytest.fixture(scope="session")
+def servers(engines: Engines) -> Servers:
+    return engines.servers
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `small_server` keeps its artifacts."""
+    return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.fixture(scope="session")
+def small_server(checkpoint: Callable[[str], Checkpoint], servers: Servers, shared: Path) -> Server:
+    """One with little room, for a short time, a directory of artifacts, and a cache that four requests do not fit."""
+    room = str(1 << 16)
+    given = ("--held-bytes", room, "--held-seconds", "1.5", "--artifact-bytes", room, "--artifact-dir", str(shared))
+    return servers.get(checkpoint("llama").folder, *given, num_gpu_blocks_override=9)
 
 
 @pytest.fixture(scope="session")

@@ -6,22 +6,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import midstream as ms
+from on_vllm.engine_options import ENGINE
+from on_vllm.serving import Servers
 from parity.oracle import expected
 
-#: Small enough for many engines one after another; `enforce_eager` boots in seconds.
-ENGINE: dict[str, Any] = {
-    "enforce_eager": True,
-    "max_model_len": 256,
-    "block_size": 32,
-    "num_gpu_blocks_override": 256,
-    "kv_cache_memory_bytes": 256 << 20,
-    "max_num_seqs": 32,
-}
+__all__ = ["ENGINE", "WHERE", "Checkpoint", "Engines", "assert_rows", "relative"]
+
+#: For tests that hold on an engine in this process and behind a server alike.
+WHERE = pytest.mark.parametrize("where", ["vllm", "vllm-serve"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +51,16 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 class Engines:
-    """The engine that is up, and what it was asked for with."""
+    """The engine that is up in this process, and what it was asked for with; and servers."""
 
     def __init__(self) -> None:
+        self.servers = Servers()
         self._key: Any = None
         self._lm: ms.LanguageModel | None = None
+
+    def at(self, where: str, folder: Path | str) -> ms.LanguageModel:
+        """The same model on an engine in this process or behind a server."""
+        return self.get(folder) if where == "vllm" else self.servers.lm(folder)
 
     def get(self, folder: Path | str, **options: Any) -> ms.LanguageModel:
         engine = ENGINE | options.pop("engine_kwargs", {})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import midstream as ms
-from on_vllm.kit import Checkpoint, Engines, assert_rows, relative
+from on_vllm.kit import WHERE, Checkpoint, Engines, assert_rows, relative
 
 RNG = np.random.default_rng(0)
 LONG = [RNG.integers(3, 150, size=size).tolist() for size in (200, 90, 130, 33, 64, 7, 1)]
@@ -127,8 +127,9 @@ def test_prompts_that_begin_alike_share_rows_in_one_call(source: Checkpoint, eng
     assert_rows(cap, source)
 
 
-def test_choices_share_their_prompt(source: Checkpoint, engines: Engines) -> None:
-    lm = engines.get(source.folder)
+@WHERE
+def test_choices_share_their_prompt(source: Checkpoint, engines: Engines, where: str) -> None:
+    lm = engines.at(where, source.folder)
     given: dict[str, Any] = {"n": 3, "max_tokens": 5, "temperature": 1.5, "seed": 7, "ignore_eos": True}
     cap = lm.capture([LONG[3], LONG[5]], **given)
     assert_rows(cap, source)
@@ -141,8 +142,9 @@ def test_choices_share_their_prompt(source: Checkpoint, engines: Engines) -> Non
     ]
 
 
-def test_per_prompt_rows_and_storage_types(source: Checkpoint, engines: Engines) -> None:
-    lm = engines.get(source.folder)
+@WHERE
+def test_per_prompt_rows_and_storage_types(source: Checkpoint, engines: Engines, where: str) -> None:
+    lm = engines.at(where, source.folder)
     each = ["prompt[-1]", None, "prompt[0:3]", "generated"]
     prompts = LONG[:4]
     for dtype in (None, "float16", "bfloat16", "float64", "int32"):
@@ -158,21 +160,24 @@ def test_per_prompt_rows_and_storage_types(source: Checkpoint, engines: Engines)
                 assert relative(got, rows) < (1e-4 if dtype in (None, "float64") else 1e-2)
 
 
-def test_plain_requests_beside_steered_ones_are_bit_equal(source: Checkpoint, engines: Engines) -> None:
-    lm = engines.get(source.folder)
+@WHERE
+def test_plain_requests_beside_steered_ones_are_bit_equal(source: Checkpoint, engines: Engines, where: str) -> None:
+    lm = engines.at(where, source.folder)
     spec = ms.ablate(vector(4), layers=[0, 1, 2])
     given: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 2}
     before = lm.generate(LONG, **given)
     beside = lm.generate(LONG, steering=[spec, None] * 3 + [spec], **given)
     after = lm.generate(LONG, **given)
     assert [one.token_ids for one in before] == [one.token_ids for one in after]
-    assert [one.logprobs for one in before] == [one.logprobs for one in after]
+    if where == "vllm":  # a server's batches are as requests arrive: bits follow them
+        assert [one.logprobs for one in before] == [one.logprobs for one in after]
     assert [one.token_ids for one in beside[1::2]] == [one.token_ids for one in before[1::2]]
     assert [one.token_ids for one in beside[::2]] != [one.token_ids for one in before[::2]]
 
 
-def test_a_steered_prefix_is_never_found_by_others(source: Checkpoint, engines: Engines) -> None:
-    lm = engines.get(source.folder)
+@WHERE
+def test_a_steered_prefix_is_never_found_by_others(source: Checkpoint, engines: Engines, where: str) -> None:
+    lm = engines.at(where, source.folder)
     prompt = RNG.integers(3, 150, size=100).tolist()
     given: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
     spec = ms.add(vector(5), layers=[0], strength=8.0, rows="prompt[-1]")
@@ -201,8 +206,9 @@ def test_a_steer_deep_in_a_prompt_shares_what_is_clean(source: Checkpoint, engin
     assert again.steering[0].complete
 
 
-def test_scores_of_steered_references(source: Checkpoint, engines: Engines) -> None:
-    lm = engines.get(source.folder)
+@WHERE
+def test_scores_of_steered_references(source: Checkpoint, engines: Engines, where: str) -> None:
+    lm = engines.at(where, source.folder)
     spec = ms.add(vector(8), layers=[1], strength=3.0, rows="generated[1:]")
     prompts, references = LONG[:4], [[3, 4, 5, 6]] * 4
     steering = [spec, None, spec, None]
@@ -211,9 +217,10 @@ def test_scores_of_steered_references(source: Checkpoint, engines: Engines) -> N
     torch.testing.assert_close(ours, theirs, atol=5e-4, rtol=1e-4)
 
 
-def test_gated_scores(source: Checkpoint, engines: Engines) -> None:
+@WHERE
+def test_gated_scores(source: Checkpoint, engines: Engines, where: str) -> None:
     """A gate that reads as deep as its op acts: it is decided before the reference runs."""
-    lm = engines.get(source.folder)
+    lm = engines.at(where, source.folder)
     gate = {
         "layers": [2], "pooling": "mean", "readout": {"kind": "cosine", "d": vector(9)},
         "rule": {"kind": "per_layer", "threshold": 0.0, "compare": "ge", "combine": "all"},
@@ -227,8 +234,9 @@ def test_gated_scores(source: Checkpoint, engines: Engines) -> None:
     assert not (theirs == plain).all()
 
 
-def test_streams_and_stop_strings(source: Checkpoint, engines: Engines) -> None:
-    lm = engines.get(source.folder)
+@WHERE
+def test_streams_and_stop_strings(source: Checkpoint, engines: Engines, where: str) -> None:
+    lm = engines.at(where, source.folder)
     whole = lm.generate([LONG[3]], max_tokens=8, ignore_eos=True)[0]
     chunks = list(lm.stream(LONG[3], max_tokens=8, ignore_eos=True, layers=[1]))
     assert sum((one.token_ids for one in chunks), ()) == whole.token_ids

@@ -55,14 +55,19 @@ def truths() -> dict[str, Truth]:
     return {}
 
 
-@pytest.fixture(params=list(CHECKPOINTS))
+#: A server boots for longer: two families show that the way there changes nothing.
+LOADED = [("vllm", name) for name in CHECKPOINTS] + [("vllm-serve", "llama"), ("vllm-serve", "qwen3_moe")]
+
+
+@pytest.fixture(params=LOADED, ids="-".join)
 def loaded(
     request: Any, checkpoint: Callable[[str], Checkpoint], engines: Engines, truths: dict[str, Truth]
 ) -> tuple[Checkpoint, ms.LanguageModel, Truth]:
-    source = checkpoint(request.param)
-    if request.param not in truths:
-        truths[request.param] = truth_of(source)
-    return source, engines.get(source.folder), truths[request.param]
+    where, name = request.param
+    source = checkpoint(name)
+    if name not in truths:
+        truths[name] = truth_of(source)
+    return source, engines.at(where, source.folder), truths[name]
 
 
 def test_every_site_of_prompts_and_what_follows(loaded: tuple[Checkpoint, ms.LanguageModel, Truth]) -> None:

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import midstream as ms
 from midstream.core.errors import SpecError
-from on_vllm.checkpoints import CHECKPOINTS
+from on_vllm.checkpoints import lora_adapter
 from on_vllm.kit import ENGINE, Checkpoint, Engines, relative
 
 
-@pytest.fixture(scope="module")
-def both(bytes_llama: tuple[Path, ms.LanguageModel], engines: Engines) -> tuple[ms.LanguageModel, ms.LanguageModel]:
+@pytest.fixture(scope="module", params=["vllm", "vllm-serve"])
+def both(
+    request: Any, bytes_llama: tuple[Path, ms.LanguageModel], engines: Engines
+) -> tuple[ms.LanguageModel, ms.LanguageModel]:
     """A llama that reads bytes: on an engine, and in process."""
     folder, lm = bytes_llama
-    return engines.get(folder), lm
+    return engines.at(request.param, folder), lm
 
 
 Both = tuple[ms.LanguageModel, ms.LanguageModel]
@@ -108,26 +109,11 @@ def test_an_adapter_is_merged_weights(
     """Captures through a LoRA of rank 4 equal those of the model with its product added."""
     engines.close()
     source = checkpoint("llama")
-    generator = torch.Generator().manual_seed(1)
-    merged = CHECKPOINTS["llama"]()
-    tensors: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for layer, block in enumerate(merged.model.layers):
-            for name in ("q_proj", "v_proj"):
-                weight = getattr(block.self_attn, name).weight
-                a = torch.randn(4, weight.shape[1], generator=generator) * 0.1
-                b = torch.randn(weight.shape[0], 4, generator=generator) * 0.1
-                weight += 2.0 * b @ a
-                path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none",
-              "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "fan_in_fan_out": False, "use_dora": False}  # fmt: skip
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    merged, adapter = lora_adapter(tmp_path)
     given: dict[str, Any] = {"sites": ["resid_post", "head_out", "attn_out"], "max_tokens": 3, "ignore_eos": True}
     prompts = [[5, 6, 7], list(range(10, 30))]
     want = ms.load(merged).capture(prompts, **given)
-    with ms.load(str(source.folder), backend="vllm", dtype="float32", engine_kwargs=ENGINE, lora=str(tmp_path)) as lm:
+    with ms.load(str(source.folder), backend="vllm", dtype="float32", engine_kwargs=ENGINE, lora=str(adapter)) as lm:
         got = lm.capture(prompts, **given)
     assert got.labels == want.labels
     for key, rows in want.tensors.items():

@@ -19,6 +19,7 @@ from .inspect import inspect
 from .schema import schema
 from .score import score
 from .verify import verify
+from .vllm_serve import PASSED_ON, vllm_serve
 
 app = typer.Typer(
     name="midstream",
@@ -58,6 +59,7 @@ def midstream(
 
 for command in (demo, capture, generate, score, inspect, verify, schema):
     app.command()(command)
+app.command(name="vllm-serve", context_settings=PASSED_ON)(vllm_serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

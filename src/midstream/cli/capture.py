@@ -82,6 +82,7 @@ def capture(
     device: options.Device = "auto",
     backend: options.Backend = "huggingface",
     engine: options.EngineOptions = None,
+    base_url: options.BaseUrl = None,
     json: options.Json = False,
 ) -> None:
     """Capture labelled activations of prompts.
@@ -102,7 +103,13 @@ def capture(
 
     with (
         opened(
-            model, dtype=model_dtype, device=device, backend=backend, engine=engine, dtype_option="--model-dtype"
+            model,
+            dtype=model_dtype,
+            device=device,
+            backend=backend,
+            engine=engine,
+            base_url=base_url,
+            dtype_option="--model-dtype",
         ) as lm,
         sources_named(given),
         steering.named(),

@@ -71,6 +71,7 @@ def generate(
     device: options.Device = "auto",
     backend: options.Backend = "huggingface",
     engine: options.EngineOptions = None,
+    base_url: options.BaseUrl = None,
     out: options.JsonFile = None,
     json: options.Json = False,
 ) -> None:
@@ -94,7 +95,9 @@ def generate(
         job.check_stream(as_json=json)
     from .model import opened
 
-    with opened(model, dtype=dtype, device=device, backend=backend, engine=engine, dtype_option="--dtype") as lm:
+    with opened(
+        model, dtype=dtype, device=device, backend=backend, engine=engine, base_url=base_url, dtype_option="--dtype"
+    ) as lm:
         with sources_named(given), steering.named():
             done = job.stream(lm) if stream else job.run(lm)
         found = done.as_json(job, lm, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,13 @@ def opened(
     device: str = "auto",
     backend: str = "huggingface",
     engine: str | None = None,
+    base_url: Sequence[str] | None = None,
     dtype_option: str,
 ) -> Iterator[LanguageModel]:
     """The model `name`, closed at the end; libraries are silent meanwhile, and as talkative as before afterwards.
 
-    engine: `engine_kwargs` of the backend vllm, in JSON. dtype_option: the option by which the command takes `dtype`,
-    for the error. Raises as `ms.load` does.
+    engine: `engine_kwargs` of the backend vllm, in JSON. base_url: of the backend vllm-serve. dtype_option: the
+    option by which the command takes `dtype`, for the error. Raises as `ms.load` does.
     """
     with _waiting(f"loading {name}"), _quiet():
         import midstream
@@ -34,6 +35,7 @@ def opened(
 
         as_torch_dtype(dtype, dtype_option)
         options = {} if engine is None else {"engine_kwargs": _engine_kwargs(engine, backend)}
+        options |= _server(base_url, backend)
         model = midstream.load(name, backend=backend, dtype=dtype, device=device, **options)
     with _quiet(), model:
         yield model
@@ -52,6 +54,18 @@ def _engine_kwargs(text: str, backend: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise spec_error("E_BAD_PARAM", "--engine", "is an object, e.g. '{\"max_model_len\": 4096}'")
     return found
+
+
+def _server(base_url: Sequence[str] | None, backend: str) -> dict[str, Any]:
+    """Where servers are, and their key; E_BAD_PARAM where none is asked for."""
+    from midstream.core.errors import spec_error
+
+    if backend != "vllm-serve":
+        if base_url:
+            raise spec_error("E_BAD_PARAM", "--base-url", f"is for --backend vllm-serve; this is {backend}")
+        return {}
+    key = os.environ.get("MIDSTREAM_API_KEY")
+    return {"base_url": list(base_url or ())} | ({} if key is None else {"api_key": key})
 
 
 def _waiting(words: str) -> AbstractContextManager[Any]:

@@ -20,7 +20,16 @@ Device = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:0, …; auto takes a GPU where there is one.")
 ]
 Backend = Annotated[
-    str, typer.Option("--backend", metavar="BACKEND", help="huggingface, the model in this process, or vllm.")
+    str,
+    typer.Option("--backend", metavar="BACKEND", help="huggingface, the model in this process; vllm; or vllm-serve."),
+]
+BaseUrl = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--base-url",
+        metavar="URL",
+        help="With --backend vllm-serve: the server; give it again for more. Its key is read from MIDSTREAM_API_KEY.",
+    ),
 ]
 EngineOptions = Annotated[
     str | None,

@@ -48,6 +48,7 @@ def score(
     device: options.Device = "auto",
     backend: options.Backend = "huggingface",
     engine: options.EngineOptions = None,
+    base_url: options.BaseUrl = None,
     out: options.JsonFile = None,
     json: options.Json = False,
 ) -> None:
@@ -63,7 +64,9 @@ def score(
     options.check_out_file(out, example="scores.json")
     from .model import opened
 
-    with opened(model, dtype=dtype, device=device, backend=backend, engine=engine, dtype_option="--dtype") as lm:
+    with opened(
+        model, dtype=dtype, device=device, backend=backend, engine=engine, base_url=base_url, dtype_option="--dtype"
+    ) as lm:
         scored = _scored(lm, pairs, steering, add_special_tokens=not no_special_tokens)
         facts = lm.facts
         found = {

@@ -41,6 +41,7 @@ def verify(
     device: options.Device = "auto",
     backend: options.Backend = "huggingface",
     engine: options.EngineOptions = None,
+    base_url: options.BaseUrl = None,
     json: options.Json = False,
 ) -> None:
     """Check captured rows against a plain forward pass.
@@ -54,7 +55,7 @@ def verify(
     given = given_prompts(prompt, prompts) if prompt or prompts else []
     from .model import opened
 
-    chosen = {"dtype": dtype, "device": device, "backend": backend, "engine": engine}
+    chosen = {"dtype": dtype, "device": device, "backend": backend, "engine": engine, "base_url": base_url}
     with opened(model, **chosen, dtype_option="--dtype") as lm, sources_named(given):
         from midstream.backends.huggingface.verify import verify as compare
 

@@ -40,15 +40,14 @@ _LEVEL: Final = 1  # activations hardly compress; higher levels cost ten times t
 _MAX_DIMENSIONS: Final = 64  # torch's own limit
 
 
-class WireTensor(Wire):
-    """The JSON object of one tensor, checked as far as that goes without touching the data.
+class TensorForm(Wire):
+    """What the values of one tensor are: its type, its shape, and how its bytes are packed.
 
     `original_dtype` left out is the type that `dtype` names. `compression` null means plain bytes.
     """
 
     root: ClassVar[str] = "tensor"
 
-    data: str
     dtype: str
     original_dtype: str | None = None
     shape: tuple[Annotated[Int, Field(ge=0)], ...]
@@ -78,9 +77,47 @@ class WireTensor(Wire):
         return _NAMED[self.original_dtype or f"torch.{self.dtype}"]
 
     @property
-    def nbytes(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes of the decoded tensor."""
         return prod(self.shape) * self.torch_dtype.itemsize
+
+
+class WireTensor(TensorForm):
+    """The JSON object of one tensor, checked as far as that goes without touching the data."""
+
+    data: str
+
+
+def tensor_form(tensor: Tensor) -> dict[str, Any]:
+    """The JSON object of a tensor without its data.
+
+    Raises E_BAD_PARAM for a type that does not travel (complex, 8-bit floats).
+
+    >>> tensor_form(torch.zeros(2, 3, dtype=torch.bfloat16))
+    {'dtype': 'int16', 'original_dtype': 'torch.bfloat16', 'shape': [2, 3], 'compression': 'zstd'}
+    """
+    if tensor.dtype not in _STORED_AS:
+        message = f"{tensor.dtype} does not travel; there are: {choices(tuple(_NAMED))}"
+        raise SpecError("E_BAD_PARAM", "tensor.dtype", message)
+    stored = _STORED_AS[tensor.dtype]
+    return {
+        "dtype": stored, "original_dtype": str(tensor.dtype), "shape": list(tensor.shape), "compression": "zstd",
+    }  # fmt: skip
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The values of a tensor that travels, little-endian, C order; its own memory where it lies so."""
+    plain = tensor.detach().cpu()
+    if plain.dtype == torch.bfloat16:
+        plain = plain.view(torch.int16)
+    array = np.asarray(plain.numpy(), dtype=np.dtype(_STORED_AS[tensor.dtype]).newbyteorder("<"), order="C")
+    return array.reshape(-1).view(np.uint8).data
+
+
+def tensor_frame(tensor: Tensor) -> bytes:
+    """The same as one zstd frame."""
+    # one shot, so that the frame's header holds the content size: streamed frames break real clients
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(tensor_bytes(tensor))
 
 
 def encode_tensor(tensor: Tensor) -> dict[str, Any]:
@@ -91,22 +128,8 @@ def encode_tensor(tensor: Tensor) -> dict[str, Any]:
     >>> sorted(encode_tensor(torch.zeros(2, 3, dtype=torch.bfloat16)))
     ['compression', 'data', 'dtype', 'original_dtype', 'shape']
     """
-    if tensor.dtype not in _STORED_AS:
-        message = f"{tensor.dtype} does not travel; there are: {choices(tuple(_NAMED))}"
-        raise SpecError("E_BAD_PARAM", "tensor.dtype", message)
-    plain = tensor.detach().cpu()
-    if plain.dtype == torch.bfloat16:
-        plain = plain.view(torch.int16)
-    array = np.asarray(plain.numpy(), dtype=np.dtype(_STORED_AS[tensor.dtype]).newbyteorder("<"), order="C")
-    # one shot, so that the frame's header holds the content size: streamed frames break real clients
-    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(array.reshape(-1).view(np.uint8).data)
-    return {
-        "data": base64.b64encode(frame).decode("ascii"),
-        "dtype": _STORED_AS[tensor.dtype],
-        "original_dtype": str(tensor.dtype),
-        "shape": list(tensor.shape),
-        "compression": "zstd",
-    }
+    form = tensor_form(tensor)
+    return {"data": base64.b64encode(tensor_frame(tensor)).decode("ascii"), **form}
 
 
 def decode_tensor(obj: Any, path: str = "tensor", *, max_bytes: int = MAX_BYTES) -> Tensor:
@@ -119,16 +142,16 @@ def decode_tensor(obj: Any, path: str = "tensor", *, max_bytes: int = MAX_BYTES)
     tensor([[1., -0.]])
     """
     wire = WireTensor.of(obj, path)
-    if wire.nbytes > max_bytes:
-        raise SpecError("E_BAD_PARAM", f"{path}.shape", f"takes {wire.nbytes} bytes; at most {max_bytes} are read")
+    if wire.size_bytes > max_bytes:
+        raise SpecError("E_BAD_PARAM", f"{path}.shape", f"takes {wire.size_bytes} bytes; at most {max_bytes} are read")
     try:
         raw = base64.b64decode(wire.data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise SpecError("E_BAD_PARAM", f"{path}.data", f"is not base64: {error}") from None
     if wire.compression == "zstd":
-        raw = _expand(raw, wire.nbytes, f"{path}.data")
-    if len(raw) != wire.nbytes:
-        message = f"holds {len(raw)} bytes, and {wire.torch_dtype} {list(wire.shape)} takes {wire.nbytes}"
+        raw = _expand(raw, wire.size_bytes, f"{path}.data")
+    if len(raw) != wire.size_bytes:
+        message = f"holds {len(raw)} bytes, and {wire.torch_dtype} {list(wire.shape)} takes {wire.size_bytes}"
         raise SpecError("E_BAD_PARAM", f"{path}.data", message)
     if wire.torch_dtype == torch.bool and np.frombuffer(raw, np.uint8).max(initial=0) > 1:
         raise SpecError("E_BAD_PARAM", f"{path}.data", "a bool is a byte 0 or 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Final
 
 FORCED: Final[Mapping[str, str]] = {"VLLM_NO_USAGE_STATS": "1"}
@@ -18,6 +19,7 @@ DEFAULTS: Final[Mapping[str, str]] = {
 """What it is booted with unless the environment says otherwise."""
 
 PLUGIN: Final = "midstream"
+_ROUTES: Final = "vllm.endpoint_plugins"
 
 
 def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -34,6 +36,25 @@ def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     allowed = made.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):  # unset: every plugin is loaded
         made["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])
+    return made
+
+
+def server_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a `vllm serve`: as `serve_environment`, and our routes, which vLLM loads by name alone.
+
+    Where nothing says which plugins are loaded, all are but for others' routes, as without us.
+
+    >>> server_environment({"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"]
+    'mine,midstream'
+    """
+    given = dict(os.environ if base is None else base)
+    made = serve_environment(given)
+    if "VLLM_ENABLE_V1_MULTIPROCESSING" not in given:
+        del made["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine is always in a process of its own
+    if made.get("VLLM_PLUGINS") is None:
+        groups = [group for group in entry_points().groups if group.startswith("vllm.") and group != _ROUTES]
+        names = {one.name for group in groups for one in entry_points(group=group)}
+        made["VLLM_PLUGINS"] = ",".join(sorted(names | {PLUGIN}))
     return made
 
 

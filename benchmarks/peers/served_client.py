@@ -1,0 +1,158 @@
+"""A client of one server, asked in turn: one JSON object per line, a request on stdin, its answer on stdout.
+
+    python peers/served_client.py plain|midstream|lens URL PROMPTS THREADS
+
+    {"do": "run", "subject": "one layer"}  ->  {"wall": 1.9, "cpu": 0.7, "rows": 9152}
+    {"do": "rows", "subject": "all layers", "file": "…", "prompts": [3, 7]}  ->  tensors "<prompt>.<layer>" in the file
+
+Each run sends every prompt, CONCURRENCY at a time, and has its rows as tensors at the end. `cpu` is the client's alone.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from protocol import answer, stdout_for_answers_only
+from safetensors.torch import save_file
+
+CONCURRENCY, NEW_TOKENS, MIDDLE = 16, 16, 15
+LONG, DELIVERED = 1024, 4
+"""Of the requests whose activations are delivered: tokens of each, and how many."""
+
+Rows = dict[int, list[torch.Tensor]]
+
+
+class Client:
+    """One of a kind. subjects: what can be asked, and what it gives: rows, layer → one tensor per prompt."""
+
+    def __init__(self, kind: str, url: str, prompts: list[list[int]]) -> None:
+        self.url, self.prompts = url, prompts
+        self.subjects: dict[str, Callable[[], Rows]] = {}
+        getattr(self, f"_{kind}")()
+
+    # --- plain completions, over the same HTTP as midstream's client
+
+    def _plain(self) -> None:
+        self.subjects["generate"] = self._completed
+
+    def _completed(self) -> Rows:
+        asyncio.run(self._complete_all())
+        return {}
+
+    async def _complete_all(self) -> None:
+        from midstream.backends.vllm.serve.options import ServeOptions
+        from midstream.backends.vllm.serve.transport import Server
+
+        server, room = Server(self.url, ServeOptions(base_url=(self.url,)), None), asyncio.Semaphore(CONCURRENCY)
+
+        async def one(ids: list[int]) -> None:
+            body = {"prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+            async with room:
+                await server.json("POST", "/v1/completions", body)
+
+        await asyncio.gather(*map(one, self.prompts))
+        await server.close()
+
+    # --- midstream
+
+    def _midstream(self) -> None:
+        import midstream as ms
+
+        self.lm = ms.load(None, backend="vllm-serve", base_url=self.url, max_concurrency=CONCURRENCY)
+        self.subjects |= {
+            "idle generate": self._completed,
+            "one layer": lambda: self._captured([MIDDLE]),
+            "all layers": lambda: self._captured(None),
+        }
+
+    def _captured(self, layers: list[int] | None) -> Rows:
+        cap = self.lm.capture(self.prompts, layers=layers, max_tokens=NEW_TOKENS, ignore_eos=True)
+        return {layer: [cap.sample(i)[layer] for i in range(len(self.prompts))] for layer in cap.layer_ids}
+
+    def deliver(self) -> dict[str, float]:
+        """The time to fetch what a server holds, of which nothing has to be computed any more."""
+        from midstream.backends.vllm.serve.options import ServeOptions
+        from midstream.backends.vllm.serve.transport import Server
+        from midstream.formats.activations import held_tensors
+
+        joined = [token for ids in self.prompts for token in ids]
+
+        async def run() -> dict[str, float]:
+            server = Server(self.url, ServeOptions(base_url=(self.url,), request_timeout=600), None)
+            held = []
+            for place in range(DELIVERED):
+                body = {"prompt": joined[place : place + LONG], "max_tokens": 1, "temperature": 0, "capture": {},
+                        "activations_transport": "binary"}  # fmt: skip
+                held += held_tensors((await server.json("POST", "/v1/completions", body))["activations"])
+            begun, cpu = time.perf_counter(), time.process_time()
+            tensors = [await server.tensor(one) for one in held]
+            wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
+            await server.close()
+            return {"wall": wall, "cpu": cpu, "rows": sum(one.nbytes for one in tensors) / 1e6}
+
+        return asyncio.run(run())
+
+    # --- vllm-lens
+
+    def _lens(self) -> None:
+        from vllm_lens.client import VLLMLensClient
+
+        self.client = VLLMLensClient(self.url)
+        depth = 30
+        self.subjects |= {
+            "one layer": lambda: self._residuals([MIDDLE]),
+            "all layers": lambda: self._residuals(list(range(depth))),
+        }
+
+    def _residuals(self, layers: list[int]) -> Rows:
+        def one(ids: list[int]) -> torch.Tensor:
+            found = self.client.generate(
+                ids, capture_layers=layers, max_tokens=NEW_TOKENS, ignore_eos=True, activations_transport="binary"
+            )
+            return found.activations["residual_stream"]
+
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            stacked = list(pool.map(one, self.prompts))
+        return {layer: [rows[place] for rows in stacked] for place, layer in enumerate(layers)}
+
+
+def main() -> None:
+    kind, url, prompts, threads = sys.argv[1:]
+    answers = stdout_for_answers_only()
+    torch.set_num_threads(int(threads))
+    client = Client(kind, url, json.loads(Path(prompts).read_text()))
+    own = {"lens": ("vllm-lens",)}.get(kind, ("midstream",))
+    subjects = [*client.subjects, *(["delivery"] if kind == "midstream" else [])]
+    versions = {name: version(name) for name in (*own, "torch")}
+    answer(answers, {"ready": kind, "subjects": subjects, "versions": versions})
+    for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        if request["subject"] == "delivery":
+            answer(answers, client.deliver())
+            continue
+        run = client.subjects[request["subject"]]
+        begun, cpu = time.perf_counter(), time.process_time()
+        rows = run()
+        wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
+        if request["do"] == "run":
+            answer(answers, {"wall": wall, "cpu": cpu, "rows": len(client.prompts) * (128 + NEW_TOKENS - 1)})
+        else:
+            # of the prompt alone: what follows it is the tool's own text
+            found = {
+                f"{i}.{layer}": of[i][: len(client.prompts[i])].contiguous()
+                for layer, of in rows.items()
+                for i in request["prompts"]
+            }
+            save_file(found, request["file"])
+            answer(answers, {"saved": request["file"]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The speed of a server with our plugin: against plain `vllm serve` and a server with vllm-lens. All in one run.
+
+    python benchmarks/serving.py                      the published run: 64 prompts of 128 tokens, 9 repetitions
+    python benchmarks/serving.py --small
+
+Needs .venv-vllm (`make setup-vllm`); vllm-lens gets an environment of its own. Every server and every client lives in a
+process of its own for the whole run and is asked in turn. Writes build/benchmarks/served.json for publish.py.
+"""
+
+import argparse
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from capture import RESULTS, environment_facts, tell
+from engines import VLLM_PYTHON, lens_python
+from environments import HERE, Unavailable, pinned
+from measure import Timing, take_turns
+from peer_process import LineProcess
+from prompts import make_prompts
+from reference import plain_rows, row_error
+
+from midstream.backends.bundled import smollm2_path
+
+KINDS = ("plain", "midstream", "lens")
+BOOT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run."""
+
+    small: bool
+    prompts: int
+    tokens: int
+    repetitions: int
+    threads: int
+    torch: str
+
+
+class ServerProcess:
+    """One server; Unavailable where it does not come up."""
+
+    def __init__(self, kind: str, python: Path, threads: int, scratch: Path) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        own = ["-c", "from midstream.cli import main; main()", "vllm-serve"]
+        start = own if kind == "midstream" else ["-m", "vllm.entrypoints.cli.main", "serve"]
+        given = {
+            "--dtype": "bfloat16", "--max-model-len": "2048", "--kv-cache-memory-bytes": str(1 << 28),
+            "--max-num-batched-tokens": "2048", "--max-num-seqs": "64", "--port": str(port), "--host": "127.0.0.1",
+        }  # fmt: skip
+        words = [str(python), *start, str(smollm2_path()), *(word for pair in given.items() for word in pair)]
+        plugins = {} if kind == "midstream" else {"VLLM_PLUGINS": "activations" if kind == "lens" else ""}
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        log = scratch / f"{kind}-server.log"
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                [*words, "--enforce-eager", "--no-enable-prefix-caching"],
+                stdout=out,
+                stderr=out,
+                env=kept | pinned(threads) | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | plugins,
+                start_new_session=True,
+            )
+        until = time.monotonic() + BOOT_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.close()
+                raise Unavailable((log.read_text().strip().splitlines() or [f"{kind} said nothing"])[-1])
+            time.sleep(0.5)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return answer.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class ClientProcess(LineProcess):
+    """A client of a server."""
+
+    def __init__(self, kind: str, url: str, python: Path, prompts: Path, threads: int, scratch: Path) -> None:
+        script = HERE / "peers" / "served_client.py"
+        super().__init__(kind, [python, script, kind, url, prompts, threads], threads, scratch)
+        self.subjects: list[str] = self.ready["subjects"]
+
+    def run(self, subject: str) -> Timing:
+        return self.timed(subject=subject)
+
+
+def main() -> None:
+    settings = _read_arguments()
+    torch.set_num_threads(settings.threads)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    out = RESULTS / f"served{'-small' * settings.small}.json"
+    figures: dict[str, Any] = {"settings": asdict(settings), "versions": environment_facts(), "skipped": {}}
+    joined = [token for ids in make_prompts(smollm2_path(), 256) for token in ids]
+    size = settings.tokens
+    prompts = [joined[i * size : (i + 1) * size] for i in range(settings.prompts)]
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        file = scratch / "prompts.json"
+        file.write_text(json.dumps(prompts))
+        runs: dict[str, Callable[[], Timing]] = {}
+        clients: dict[str, ClientProcess] = {}
+        for kind in KINDS:
+            tell(f"{kind}: booting")
+            try:
+                python = lens_python(settings.torch) if kind == "lens" else VLLM_PYTHON
+                server = ServerProcess(kind, python, settings.threads, scratch)
+                stack.callback(server.close)
+                clients[kind] = ClientProcess(kind, server.url, python, file, settings.threads, scratch)
+            except Unavailable as reason:
+                tell(f"{kind}: skipped: {reason}")
+                figures["skipped"][kind] = str(reason)
+                continue
+            stack.callback(clients[kind].close)
+            figures["versions"] |= clients[kind].versions
+            runs |= {f"{kind}: {of}": functools.partial(clients[kind].run, of) for of in clients[kind].subjects}
+        figures["errors"] = _errors(clients, prompts)
+        timings: dict[str, list[Timing]] = {}
+        for run in runs.values():  # warm
+            run()
+        for turn in range(settings.repetitions):
+            for name, timing in take_turns(runs, turn):
+                timings.setdefault(name, []).append(timing)
+                tell(f"repetition {turn + 1} of {settings.repetitions}: {name}: {timing.wall:.2f} s")
+            given = {name: [asdict(one) for one in of] for name, of in timings.items()}
+            out.write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
+    tell(f"figures are in {out}")
+
+
+def _errors(clients: dict[str, ClientProcess], prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Each tool's rows of some prompts beside the float32 reference's; `plain`: transformers' own in bfloat16."""
+    checked = list(range(0, len(prompts), max(1, len(prompts) // 6)))
+    given = (smollm2_path(), prompts, checked)
+    reference = plain_rows(*given, torch.float32, attn_implementation="eager")
+    found = {"plain": asdict(row_error(plain_rows(*given, torch.bfloat16), reference))}
+    for name, client in clients.items():
+        for subject in ("one layer", "all layers"):
+            if subject in client.subjects:
+                rows = client.tensors(subject=subject, prompts=checked)
+                found[f"{name}: {subject}"] = asdict(row_error(rows, reference))
+    return found
+
+
+def _read_arguments() -> Settings:
+    parser = argparse.ArgumentParser(description="Measure the speed of a server with our plugin.")
+    parser.add_argument("--small", action="store_true", help="8 prompts and 2 repetitions: does it run?")
+    parser.add_argument("--repetitions", type=int, help="turns that every subject takes (9; small: 2)")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every process")
+    parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for in vllm-lens' environment")
+    given = parser.parse_args()
+    return Settings(
+        small=given.small,
+        prompts=16 if given.small else 64,
+        tokens=128,
+        repetitions=given.repetitions or (2 if given.small else 9),
+        threads=given.threads,
+        torch=given.torch,
+    )
+
+
+if __name__ == "__main__":
+    main()
