@@ -63,6 +63,7 @@ def listening() -> Iterator[tuple[str, Answers]]:
             self.send_response(status)
             for name, value in answers.headers.items():
                 self.send_header(name, value)
+            self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -66,12 +66,14 @@ class Server:
     # --- requests
 
     async def json(self, method: str, path: str, body: Any = None, *, retries: int | None = None) -> Any:
-        """What it answers, read as JSON. TransportError: it did not answer; else what its refusal means."""
+        """What it answers, read as JSON where it says so. TransportError: it did not; else what its refusal means."""
         async for attempt in self._attempts(retries):
             with attempt:
                 with _heard(self.base_url):
                     response = await self._client.request(method, path, json=body)
                 _check(self.base_url, response.status_code, response.headers, response.content)
+                if "json" not in response.headers.get("content-type", ""):
+                    return response.text
                 with _heard(self.base_url):
                     return response.json() if response.content else None
         raise AssertionError("an attempt returns or raises")
