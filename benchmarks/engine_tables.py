@@ -130,10 +130,10 @@ def render_served(figures: dict) -> str:
     count = min(map(len, runs.values()))
     about = (
         f"SmolLM2-135M in bfloat16; {settings['prompts']} prompts of {settings['tokens']} tokens and 16 new ones, 16 "
-        f"at a time; prefix caches off, no compression. {settings['threads']} threads for each process on "
-        f"{versions['processor']}, servers and clients alike on these cores; torch {versions['torch']}. {count} "
-        f"repetitions in turns, medians with their {median_interval([0.0] * count).coverage:.0%} interval, an aim is "
-        "met when the interval reaches it. *Row error* as above, over the prompts' rows; transformers' own forward "
+        "at a time; prefix caches off, no compression. Server and client share two cores of "
+        f"{versions['processor']}; torch {versions['torch']}. {count} repetitions in turns, medians with their "
+        f"{median_interval([0.0] * count).coverage:.0%} interval, an aim is met when the interval reaches it. "
+        "*Row error* as above, over the prompts' rows; transformers' own forward "
         f"in bfloat16 has {error_of(figures, 'plain')}."
     )
     rows: list[tuple[str, ...]] = []

@@ -1,6 +1,6 @@
 """The speed of a server with our plugin: against plain `vllm serve` and a server with vllm-lens. All in one run.
 
-    python benchmarks/serving.py                      the published run: 64 prompts of 128 tokens, 9 repetitions
+    python benchmarks/serving.py                      the published run: 32 prompts of 128 tokens, 9 repetitions
     python benchmarks/serving.py --small
 
 Needs .venv-vllm (`make setup-vllm`); vllm-lens gets an environment of its own. Every server and every client lives in a
@@ -18,8 +18,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from capture import RESULTS, environment_facts, tell
 from engines import VLLM_PYTHON, lens_python
-from environments import HERE, Unavailable, pinned
+from environments import HERE, Unavailable
 from measure import Timing, take_turns
 from peer_process import LineProcess
 from prompts import make_prompts
@@ -54,7 +54,7 @@ class Settings:
 class ServerProcess:
     """One server; Unavailable where it does not come up."""
 
-    def __init__(self, kind: str, python: Path, threads: int, scratch: Path) -> None:
+    def __init__(self, kind: str, python: Path, scratch: Path) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -74,7 +74,8 @@ class ServerProcess:
                 [*words, "--enforce-eager", "--no-enable-prefix-caching"],
                 stdout=out,
                 stderr=out,
-                env=kept | pinned(threads) | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | plugins,
+                # no OMP_NUM_THREADS: vLLM keeps a core for the server itself, and two threads on the other are slow
+                env=kept | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | plugins,
                 start_new_session=True,
             )
         until = time.monotonic() + BOOT_SECONDS
@@ -91,8 +92,18 @@ class ServerProcess:
         except (OSError, urllib.error.URLError):
             return False
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """While open it runs; else it is stopped, for an idle server of vLLM takes a fifth of a core."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGSTOP)
+
     def close(self) -> None:
         if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGCONT)
             os.killpg(self._process.pid, signal.SIGTERM)
             try:
                 self._process.wait(30)
@@ -103,13 +114,17 @@ class ServerProcess:
 class ClientProcess(LineProcess):
     """A client of a server."""
 
-    def __init__(self, kind: str, url: str, python: Path, prompts: Path, threads: int, scratch: Path) -> None:
+    def __init__(
+        self, kind: str, server: ServerProcess, python: Path, prompts: Path, threads: int, scratch: Path
+    ) -> None:
         script = HERE / "peers" / "served_client.py"
-        super().__init__(kind, [python, script, kind, url, prompts, threads], threads, scratch)
+        super().__init__(kind, [python, script, kind, server.url, prompts, threads], threads, scratch)
         self.subjects: list[str] = self.ready["subjects"]
+        self.server = server
 
     def run(self, subject: str) -> Timing:
-        return self.timed(subject=subject)
+        with self.server.awake():
+            return self.timed(subject=subject)
 
 
 def main() -> None:
@@ -131,9 +146,9 @@ def main() -> None:
             tell(f"{kind}: booting")
             try:
                 python = lens_python(settings.torch) if kind == "lens" else VLLM_PYTHON
-                server = ServerProcess(kind, python, settings.threads, scratch)
+                server = ServerProcess(kind, python, scratch)
                 stack.callback(server.close)
-                clients[kind] = ClientProcess(kind, server.url, python, file, settings.threads, scratch)
+                clients[kind] = ClientProcess(kind, server, python, file, settings.threads, scratch)
             except Unavailable as reason:
                 tell(f"{kind}: skipped: {reason}")
                 figures["skipped"][kind] = str(reason)
@@ -163,21 +178,22 @@ def _errors(clients: dict[str, ClientProcess], prompts: list[list[int]]) -> dict
     for name, client in clients.items():
         for subject in ("one layer", "all layers"):
             if subject in client.subjects:
-                rows = client.tensors(subject=subject, prompts=checked)
+                with client.server.awake():
+                    rows = client.tensors(subject=subject, prompts=checked)
                 found[f"{name}: {subject}"] = asdict(row_error(rows, reference))
     return found
 
 
 def _read_arguments() -> Settings:
     parser = argparse.ArgumentParser(description="Measure the speed of a server with our plugin.")
-    parser.add_argument("--small", action="store_true", help="8 prompts and 2 repetitions: does it run?")
+    parser.add_argument("--small", action="store_true", help="16 prompts and 2 repetitions: does it run?")
     parser.add_argument("--repetitions", type=int, help="turns that every subject takes (9; small: 2)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every process")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for in vllm-lens' environment")
     given = parser.parse_args()
     return Settings(
         small=given.small,
-        prompts=16 if given.small else 64,
+        prompts=16 if given.small else 32,
         tokens=128,
         repetitions=given.repetitions or (2 if given.small else 9),
         threads=given.threads,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -112,11 +113,19 @@ class Client:
         }
 
     def _residuals(self, layers: list[int]) -> Rows:
+        from vllm_lens import decode_activations
+
+        decoding = Lock()  # the client has one decompressor for all threads, which two at a time crash
+
         def one(ids: list[int]) -> torch.Tensor:
-            found = self.client.generate(
-                ids, capture_layers=layers, max_tokens=NEW_TOKENS, ignore_eos=True, activations_transport="binary"
-            )
-            return found.activations["residual_stream"]
+            xargs = {"output_residual_stream": json.dumps(layers), "activations_transport": "binary"}
+            body = {"model": self.client.model, "prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0,
+                    "ignore_eos": True, "vllm_xargs": xargs}  # fmt: skip
+            found = self.client._session.post(f"{self.url}/v1/completions", json=body).json()
+            handle = found["activations"]["residual_stream"]["handle"]
+            data = self.client._fetch_activation_bytes(handle)
+            with decoding:
+                return decode_activations(found, fetch_bytes=lambda _: data)["residual_stream"]
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             stacked = list(pool.map(one, self.prompts))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .core.cancelling import CANCELLING, Cancelling
 
@@ -39,24 +42,39 @@ class AsyncLanguageModel:
 
     async def stream(self, prompt: Any, **given: Any) -> AsyncIterator[Chunk]:
         """See LanguageModel.stream."""
-        chunks = self._lm.stream(prompt, **given)
+        chunks, cancelling = self._lm.stream(prompt, **given), Cancelling()
         try:
-            while (chunk := await _awaited(partial(next, chunks, None))) is not None:
+            while (chunk := await _awaited(partial(next, chunks, None), cancelling)) is not None:
                 yield chunk
         finally:
-            chunks.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator, whichever backend
+            cancelling.cancel()
+            await asyncio.shield(_in_thread(chunks.close))  # pyright: ignore  # a generator, whichever backend
 
 
-async def _awaited(call: Callable[[], Result]) -> Result:
-    """What a call gives, which runs in a thread of its own."""
-    from anyio import get_cancelled_exc_class, to_thread
+_THREADS: Final = 64
+"""Calls that run at a time; more wait."""
 
-    cancelling = Cancelling()
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="midstream-aio")
+
+
+def _in_thread(call: Callable[[], Result]) -> asyncio.Future[Result]:
+    return asyncio.get_running_loop().run_in_executor(_threads(), copy_context().run, call)
+
+
+async def _awaited(call: Callable[[], Result], cancelling: Cancelling | None = None) -> Result:
+    """What a call gives, which runs in a thread of its own; cancelled, its work ends first."""
+    cancelling = cancelling or Cancelling()
     token = CANCELLING.set(cancelling)
+    running = _in_thread(call)
+    CANCELLING.reset(token)
     try:
-        return await to_thread.run_sync(call, abandon_on_cancel=True)
-    except get_cancelled_exc_class():
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
         cancelling.cancel()
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # it has been told
         raise
-    finally:
-        CANCELLING.reset(token)

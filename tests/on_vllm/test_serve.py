@@ -194,13 +194,14 @@ def test_chat_carries_rows_of_the_template_too(texts: tuple[Server, ms.LanguageM
         ({"capture": {}, "n": 2}, "Set n to 1: activations and steering vectors are for one choice only.", "n"),
         ({"capture": {}, "prompt": [[5], [6]]}, "2 prompts: send them one by one", "prompt"),
         ({"capture": {}, "output_residual_stream": True}, "give one of them", "capture"),
+        ({"capture": {}, "echo": True}, "give return_token_ids too", "echo"),
         ({"output_residual_stream": "0"}, "is a list of layers, or true for all", "output_residual_stream"),
         ({"output_residual_stream": [True]}, "is a list of layers, or true for all", "output_residual_stream"),
         ({"output_residual_stream": [1.0]}, "is a list of layers, or true for all", "output_residual_stream"),
         ({"vllm_xargs": {"apply_hooks": "[{}]"}}, "code of a caller is never run: use steering", None),
         ({"vllm_xargs": {"capture": "{"}}, "E_BAD_PARAM at vllm_xargs.capture: is no JSON", "vllm_xargs.capture"),
         ({"vllm_xargs": {"midstream": '{"id": "a"}'}}, "E_UNKNOWN_FIELD at vllm_xargs.midstream.id", None),
-        ({"vllm_xargs": {"midstream": '{"prompt_len": 7}'}}, "is 7, of a prompt of 6 tokens", None),
+        ({"capture": {}, "vllm_xargs": {"midstream": '{"prompt_len": 7}'}}, "is 7, of a prompt of 6 tokens", None),
         ({"vllm_xargs": {"midstream": '{"model_fingerprint": "x"}'}}, "another model is served here", None),
         ({"capture": {}, "activations_transport": "pigeon"}, "no transport 'pigeon'", "activations_transport"),
         ({"steering": {"ops": [{"kind": "add", "layers": [1], "vector": NO_SUCH}]}}, "E_ARTIFACT_MISSING", None),
@@ -282,9 +283,13 @@ def test_artifacts_are_hashed_again_and_bounded(small_server: Server) -> None:
 
 
 def test_other_routes_do_not_steer_in_silence(server: Server) -> None:
-    body = {"model": None, "input": "x", "max_output_tokens": 1, "vllm_xargs": {"midstream": '{"id":"a"}'}}
-    status, answer = ask(f"{server.url}/v1/responses", body)
-    assert status >= 400, answer
+    for xargs in ({"midstream": '{"id":"a"}'}, {"steering": "{}"}, {"apply_steering_vectors": "[]"}):
+        body = {**BODY, "vllm_xargs": xargs}
+        status, answer = ask(f"{server.url}/invocations", body)
+        assert status == 400, answer
+        assert "is read by /v1/completions and /v1/chat/completions: send it there" in answer["error"]["message"]
+    status, answer = ask(f"{server.url}/invocations", BODY)
+    assert status == 200, answer
 
 
 def test_what_it_says_of_itself(source: Checkpoint, server: Server) -> None:

@@ -222,6 +222,7 @@ def test_a_config_that_differs_is_refused_and_a_tokenizer_warned_of(
         pass
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_with_another_model(
     checkpoint: Callable[[str], Checkpoint], servers: Servers, tmp_path: Path
 ) -> None:

@@ -371,3 +371,26 @@ def test_the_registry_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_registry().directory == tmp_path / ".cache" / "midstream" / "artifacts"
+
+
+def test_a_file_that_arrives_piece_by_piece(tmp_path: Path) -> None:
+    data = artifact_bytes(np.arange(64, dtype=np.float32))
+    name = f"sha256:{sha256(data).hexdigest()}"
+    registry = ArtifactRegistry(tmp_path, max_bytes=len(data) + 10)
+    with registry.receiving(name) as upload:
+        for start in range(0, len(data), 50):
+            upload.take(data[start : start + 50])
+        assert name not in registry, "it is not whole"
+        upload.keep()
+    assert registry.get_bytes(name) == data
+    with registry.receiving(name) as upload:
+        upload.take(data[:20])  # and no more comes
+    with registry.receiving(name) as upload:
+        upload.take(data[:-1])
+        with pytest.raises(SpecError, match="E_ARTIFACT_HASH"):
+            upload.keep()
+    upload = registry.receiving(f"sha256:{'0' * 64}", "here")
+    with upload, pytest.raises(SpecError, match=r"E_SPEC_TOO_LARGE at here: .* has more than 10 bytes, which are left"):
+        upload.take(data)
+    assert [one.name for one in tmp_path.glob("*.safetensors")] == [f"{name[7:]}.safetensors"]
+    assert not list(tmp_path.glob("*.tmp"))

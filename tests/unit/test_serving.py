@@ -228,11 +228,18 @@ def test_what_one_server_fails_at_another_does_and_it_is_asked_again_when_well()
             now[0] = 10.0
             for place in range(12):
                 await pool.ask(bytes([place]), lambda one: one.json("GET", "/x"))
-            assert any(path == "/health" for path, *_ in sick.asked)
+            assert sum(path == "/health" for path, *_ in sick.asked) == 1, "one request asks, for a while"
+            now[0] = 20.0
             sick.status = sick.health = 200
             for place in range(12):
                 await pool.ask(bytes([place]), lambda one: one.json("GET", "/x"))
             assert sum(path == "/x" for path, *_ in sick.asked) > 1
+            # many at once, as it comes back
+            sick.status = sick.health = 503
+            for place in range(12):
+                await pool.ask(bytes([place]), lambda one: one.json("GET", "/x"))
+            now[0], sick.status, sick.health = 30.0, 200, 200
+            await asyncio.gather(*(pool.ask(bytes([i]), lambda one: one.json("GET", "/x")) for i in range(40)))
             sick.status = sick.health = well.status = well.health = 500
             with pytest.raises(TransportError):
                 await pool.ask(b"", lambda one: one.json("GET", "/x"))
@@ -262,7 +269,7 @@ def test_an_interrupted_loop_cancels_what_ran() -> None:
 # --- what models are
 
 
-def test_weights_are_told_apart(tmp_path: Path) -> None:
+def test_weights_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def made(name: str, **tensors: torch.Tensor) -> str:
         folder = tmp_path / name
         folder.mkdir()
@@ -276,6 +283,9 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     changed[2500] += 1
     others = [made("value", a=changed), made("name", b=tensor), made("shape", a=tensor.view(2, 2500))]
     assert len({weights(folder) for folder in (one, *others)}) == 4
+    monkeypatch.chdir(one)
+    assert weights("") is None
+    assert weights(None) is None
     assert weights(str(tmp_path / "none")) is None
     assert weights("org/model") is None
 
@@ -342,6 +352,12 @@ def test_the_line_that_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert "midstream" in line.environment["VLLM_PLUGINS"].split(",")
     assert line.shown().startswith("VLLM_") or " VLLM_" in line.shown()
     assert f" vllm serve {tmp_path}" in line.shown()
+    hidden = launched("m", ["--api-key", "sk-a", "sk-b", "--port", "1", "--api_key=sk-c"], {})
+    assert "sk-" not in hidden.shown()
+    assert hidden.command.count("sk-a") == 1
+    assert "--port 1" in hidden.shown()
+    taken = launched("m", ["--additional_config", '{"mine": 2}'], {})
+    assert json.loads(taken.command[taken.command.index("--additional-config") + 1])["mine"] == 2
     with pytest.raises(SpecError, match="E_BAD_PARAM at --async-scheduling"):
         launched("m", ["--async-scheduling"], {})
     with pytest.raises(SpecError, match="E_BAD_PARAM at --additional-config: is no JSON"):

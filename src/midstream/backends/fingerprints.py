@@ -25,7 +25,7 @@ class Fingerprints:
     template: str | None = None
 
 
-def fingerprints(config: Any, source: str, tokenizer: Any, template: str | None = None) -> Fingerprints:
+def fingerprints(config: Any, source: str | None, tokenizer: Any, template: str | None = None) -> Fingerprints:
     """Of a model whose checkpoint may be a folder (`source`). template: what is used in the tokenizer's own's place."""
     own = getattr(tokenizer, "chat_template", None)
     return Fingerprints(
@@ -36,10 +36,10 @@ def fingerprints(config: Any, source: str, tokenizer: Any, template: str | None 
     )
 
 
-def weights(source: str) -> str | None:
+def weights(source: str | None) -> str | None:
     """Of the safetensors files of a folder: names, types, shapes and a few bytes of each tensor. None: it has none."""
-    folder = Path(source)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    folder = Path(source or "")
+    files = sorted(folder.glob("*.safetensors")) if source and folder.is_dir() else []
     tensors = {name: one for file in files for name, one in _tensors(file).items()}
     return _hash(part for name in sorted(tensors) for part in (name.encode(), *tensors[name])) if tensors else None
 

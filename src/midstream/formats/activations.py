@@ -1,4 +1,4 @@
-"""The `activations` of one completion, as JSON has them (docs/http.md): rows by site, their labels, and a receipt.
+"""The `activations` of one completion, as JSON has them (docs/serving.md): rows by site, their labels, and a receipt.
 
 `{"<site>": {tensor of [layers, rows, width], "layers": […]}, "labels": {"position", "token_id", "phase"}, "receipt"}`;
 a site whose layers differ in width or type has a list of such objects. A tensor is in the answer (`wire`), or has in

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -108,31 +108,12 @@ class ArtifactRegistry:
         self._store(artifact_id, data, path)
         return artifact_id
 
-    @contextmanager
-    def receiving(self, artifact_id: str, path: str = "") -> Iterator[Callable[[bytes], None]]:
-        """A function that takes the file of an artifact piece by piece; at the end it is kept as by `put_bytes`.
-
-        Pieces count against the limit as they come (E_SPEC_TOO_LARGE); what fails leaves nothing.
-        """
+    def receiving(self, artifact_id: str, path: str = "") -> Upload:
+        """What takes the file of an artifact piece by piece, counted against the limit as they come."""
         as_artifact_id(artifact_id, path)
         with self._writing():
             used = sum(_size(other) for other in self._files() if other != self._file(artifact_id, path))
-        received = 0
-        with NamedTemporaryFile(dir=self.directory, prefix=".midstream-", suffix=".tmp") as temporary:
-
-            def take(piece: bytes) -> None:
-                nonlocal received
-                received += len(piece)
-                if used + received > self.max_bytes:
-                    message = (
-                        f"{artifact_id} has more than {self.max_bytes - used} bytes, which are left: delete others"
-                    )
-                    raise spec_error("E_SPEC_TOO_LARGE", path, message)
-                temporary.write(piece)
-
-            yield take
-            temporary.flush()
-            self.put_bytes(artifact_id, Path(temporary.name).read_bytes(), path)
+        return Upload(self, artifact_id, path, self.max_bytes - used)
 
     def delete(self, artifact_id: str, path: str = "") -> None:
         """Remove an artifact, whole or damaged; E_ARTIFACT_MISSING when it is not held."""
@@ -242,6 +223,34 @@ class ArtifactRegistry:
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(file for file in named if file.is_file())
+
+
+class Upload:
+    """The file of an artifact as it arrives, under no name until it is kept; a context manager that leaves nothing."""
+
+    def __init__(self, registry: ArtifactRegistry, artifact_id: str, path: str, room: int) -> None:
+        self._registry, self._id, self._path, self._room = registry, artifact_id, path, room
+        self._received = 0
+        self._file = NamedTemporaryFile(dir=registry.directory, prefix=".midstream-", suffix=".tmp")  # noqa: SIM115
+
+    def take(self, piece: bytes) -> None:
+        """More of it; E_SPEC_TOO_LARGE where there is no room."""
+        self._received += len(piece)
+        if self._received > self._room:
+            message = f"{self._id} has more than {self._room} bytes, which are left: delete others"
+            raise spec_error("E_SPEC_TOO_LARGE", self._path, message)
+        self._file.write(piece)
+
+    def keep(self) -> None:
+        """It is whole: keep it, as `put_bytes` does."""
+        self._file.flush()
+        self._registry.put_bytes(self._id, Path(self._file.name).read_bytes(), self._path)
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def default_registry() -> ArtifactRegistry:

@@ -26,7 +26,7 @@ from .reuse import RowStore
 TESTED: Final = ((0, 29), (0, 33))
 """The versions of vLLM that this code was written for: from the first, up to and without the second."""
 STAGED_BYTES: Final = 1 << 30
-"""Of artifacts that workers hold; past it they forget all before a call that has new ones."""
+"""Of artifacts that workers hold; past it they forget those that nobody uses before new ones come."""
 _ADOPTED: Final = "midstream_engine"
 _AT_BOOT: Final = (
     ValueError, RuntimeError, OSError, TypeError, NotImplementedError, AssertionError, ImportError, KeyError,
@@ -194,12 +194,16 @@ def _imported() -> Any:
     except ImportError as error:
         message = f"vLLM is not installed here ({error}): install it beside midstream, or use backend='huggingface'"
         raise ModelLoadError(message) from None
-    version = str(vllm.__version__)
+    check_version(str(vllm.__version__))
+    return vllm
+
+
+def check_version(version: str, where: str = "") -> None:
+    """ModelLoadError for a vLLM that this code was not written for. where: whose it is, if it is not here."""
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if len(numbers) != 2 or not TESTED[0] <= numbers < TESTED[1]:
         first, last = (".".join(map(str, one)) for one in TESTED)
-        raise ModelLoadError(f"vLLM {version} is not known here: install one from {first} to before {last}")
-    return vllm
+        raise ModelLoadError(f"{where}vLLM {version} is not known here: install one from {first} to before {last}")
 
 
 @contextmanager

@@ -39,12 +39,13 @@ def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return made
 
 
-def server_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment_of_server(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a `vllm serve`: as `serve_environment`, and our routes, which vLLM loads by name alone.
 
-    Where nothing says which plugins are loaded, all are but for others' routes, as without us.
+    Where nothing says which plugins are loaded, all are, as without us; of others' routes, those that have the name of
+    another plugin.
 
-    >>> server_environment({"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"]
+    >>> environment_of_server({"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"]
     'mine,midstream'
     """
     given = dict(os.environ if base is None else base)

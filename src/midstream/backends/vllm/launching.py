@@ -18,7 +18,7 @@ from midstream.backends.tokenizers import has_tokenizer
 from midstream.core.errors import ModelLoadError, spec_error
 
 from .checkpoints import merged_checkpoint
-from .environment import server_environment
+from .environment import environment_of_server
 from .requests import KEY, EngineSettings
 
 _CONFIG: Final = "--additional-config"
@@ -41,9 +41,18 @@ class Launch:
     changed: Mapping[str, str]
 
     def shown(self) -> str:
-        """The plain line that does the same."""
+        """The plain line that does the same, but for keys."""
+        words = list(self.command[3:])
+        for place, word in enumerate(words):
+            if word.replace("_", "-").startswith("--api-key="):
+                words[place] = "--api-key=…"
+            elif word.replace("_", "-") == "--api-key":
+                after = place + 1
+                while after < len(words) and not words[after].startswith("-"):
+                    words[after] = "…"
+                    after += 1
         variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.changed.items())]
-        return " ".join([*variables, "vllm", shlex.join(self.command[3:])])
+        return " ".join([*variables, "vllm", *(word if word == "…" else shlex.quote(word) for word in words)])
 
 
 def launched(
@@ -54,7 +63,7 @@ def launched(
         raise ModelLoadError("vLLM is not installed here: install it beside midstream")
     from midstream.backends.bundled import SMOLLM2, smollm2_path
 
-    given = list(arguments)
+    given = [_dashed(word) for word in arguments]
     for name, why in _CLASHES.items():
         if name in given:
             raise spec_error("E_BAD_PARAM", name, f"{why}: leave it out")
@@ -74,10 +83,16 @@ def launched(
         if not _has(given, name):
             given += [name, *values]
     before = dict(os.environ)
-    environment = server_environment(before)
+    environment = environment_of_server(before)
     changed = {name: value for name, value in environment.items() if before.get(name) != value}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", source, *given]
     return Launch(command, environment, changed)
+
+
+def _dashed(word: str) -> str:
+    """An option as vLLM's help writes it: it takes `_` for `-` too."""
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word
 
 
 def _has(given: Sequence[str], name: str) -> bool:

@@ -26,6 +26,12 @@ from midstream.core.wire import Int, Number, Wire
 KEY: Final = "midstream"
 """Where a request's sampling parameters (over HTTP: `vllm_xargs`) hold it."""
 
+FIELDS: Final = (
+    "capture", "steering", "activations_transport",
+    "output_residual_stream", "apply_steering_vectors", "output_qk", "apply_hooks",
+)  # fmt: skip
+"""What may stand in a completion's body, and in its `vllm_xargs`, there as JSON in a text; the last four vllm-lens'."""
+
 PROBE: Final = f"{KEY}-probe-"
 """What the ids of the self-test's requests begin with."""
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import SpecError, spec_error
 
-from ..requests import KEY, PROBE, EngineRequest, text_of
+from ..requests import FIELDS, KEY, PROBE, EngineRequest, text_of
 from .extraction import extracted_ids
 from .file_settings import FileSettings, file_wishes
 
@@ -50,6 +50,9 @@ class Admission:
         text = extra.get(KEY)
         if self.closed is not None and (text is not None or (asked and self.files is not None)):
             raise spec_error("E_UNKNOWN_KIND", f"extra_args.{KEY}", self.closed)
+        if self.served is not None and (others := [name for name in FIELDS if extra.get(name) is not None]):
+            message = "is read by /v1/completions and /v1/chat/completions: send it there"
+            raise spec_error("E_BAD_PARAM", f"vllm_xargs.{others[0]}", message)
         if text is not None:
             own = EngineRequest.read(text)
             if own.id not in (self.served if self.served is not None else (request_id,)):
@@ -130,4 +133,8 @@ def attach(processor: Any) -> None:
             raise as_vllms(error) from error
 
     processor.process_inputs = process_inputs
+    if hasattr(processor, "process_inputs_async"):  # made of the method before it was ours
+        from vllm.utils.async_utils import make_async
+
+        processor.process_inputs_async = make_async(process_inputs)
     setattr(processor, ADMISSION, admission)

@@ -55,6 +55,7 @@ class RunningRequests:
         self._requests: dict[int, Running] = {}
         self._by_id: dict[str, int] = {}
         self._asking: dict[str, Running] = {}
+        self._given_up: set[str] = set()
         self._free: list[int] = []
         self._bound: dict[str, tuple[BoundOp, ...]] = {}
         self._seen_at = Stretches()
@@ -144,9 +145,8 @@ class RunningRequests:
         if wishes.file is not None:
             places = wishes.file.places if wishes.file.source == "taps" else ()
             if absent := [layer for site, layer in places if layer not in examined.whole_layouts.get(site, ())]:
-                raise spec_error(
-                    "E_LAYER_RANGE", "kv_transfer_params.aux_layer_ids", f"the model has no layer {absent[0]}"
-                )
+                message = f"the model has no layer {absent[0]}"
+                raise spec_error("E_LAYER_RANGE", "kv_transfer_params.aux_layer_ids", message)
         elif wishes.capture is not None:
             capture = wishes.capture
             dtype = getattr(torch, capture.dtype) if capture.dtype else None
@@ -164,6 +164,10 @@ class RunningRequests:
     def _ended(self, engine_id: str) -> None:
         self.number_of.pop(engine_id, None)
         self._asking.pop(engine_id, None)
+        if self._given_up:
+            mine = [one for one in self._given_up if self._requests[self._by_id[one]].engine_id == engine_id]
+            self._given_up.difference_update(mine)
+            self.release(mine)
         number = self._by_id.get(engine_id)
         if self.examined.rank and number is not None and self._requests[number].wishes.file is not None:
             self.release([engine_id])  # the first rank writes it
@@ -313,8 +317,7 @@ class RunningRequests:
         self._seen[self._seen_at.at(steered.request, steered.position)] = True
 
     def _fail(self, number: int, error: MidstreamError) -> None:
-        running = self._requests.get(number)
-        if running is not None and running.error is None:
+        if (running := self._requests.get(number)) is not None and running.error is None:
             running.error = error
 
     # --- what came of it
@@ -347,10 +350,8 @@ class RunningRequests:
             steered = bool(running.ops)
             tally = self._steerer.tally_of(number) if steered else []
             described.append(running.plain(tally, self._steerer.decided(number) if steered else {}))
-        metadata = {
-            "requests": json.dumps(described),
-            "segments": json.dumps([self.segments[number].plain() for number in sorted(used)]),
-        }
+        segments = [self.segments[number].plain() for number in sorted(used)]
+        metadata = {"requests": json.dumps(described), "segments": json.dumps(segments)}
         for one in () if keep else ids:
             if one in self._by_id:
                 self._forget(self._requests[self._by_id[one]], reader=one)
@@ -359,8 +360,7 @@ class RunningRequests:
 
     def file_of(self, one: str) -> FileWishes:
         """The file that a request gets, which has ended; CaptureError: it failed, or is not known any more."""
-        number = self._by_id.get(one)
-        if number is None:
+        if (number := self._by_id.get(one)) is None:
             raise CaptureError("its rows are gone: too many requests ended that nobody asked for")
         running = self._requests[number]
         if running.error is not None:
@@ -389,6 +389,9 @@ class RunningRequests:
         """The rows of some requests have been read, or nobody will read them: their room is used again."""
         for one in ids:
             if (number := self._by_id.get(one)) is not None:
+                if self._requests[number].engine_id in self._asking:  # it still runs: once it has ended
+                    self._given_up.add(one)
+                    continue
                 self._forget(self._requests[number], reader=None)
             self._tape.release(one)
 

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from threading import Lock
 from typing import Any
 
@@ -16,6 +17,7 @@ from midstream.core.artifacts import Artifact
 from midstream.core.binding import BoundOp, bind
 from midstream.core.capture import CaptureReceipt
 from midstream.core.errors import CaptureError, MidstreamError, spec_error
+from midstream.core.interventions import OpReceipt
 from midstream.core.select import resolve
 from midstream.core.sites import Site, SiteLayout, layouts_at, site_layers
 from midstream.formats.activations import Activations, held_form
@@ -45,6 +47,11 @@ class Wished:
     ops: tuple[BoundOp, ...]
     artifacts: Mapping[str, Artifact]
     layouts: Mapping[Site, Mapping[int, SiteLayout]]
+
+    @property
+    def tapped(self) -> bool:
+        """Whether taps have anything to do with it."""
+        return self.asked.capture is not None or self.asked.steering is not None
 
     def request(self) -> EngineRequest:
         """What travels with it to the workers."""
@@ -106,35 +113,70 @@ class Answering:
 
     async def finish(self, wished: Wished, prompt: Sequence[int], generated: Sequence[int]) -> dict[str, Any]:
         """The fields of an answer whose tokens are known. CaptureError: a row did not come, or was not steered."""
-        parts = await self.engine.collect(wished.id)
-        described = parts[0].described[0]
+        if not wished.tapped:
+            return self._added({"cached": 0, "decided": {}}, ())
         try:
+            parts = await self.engine.collect(wished.id)
+            described = parts[0].described[0]
             for part in parts:
                 if (error := error_of(part.described[0])) is not None:
                     raise error
             rows = whole_sequence([*prompt, *generated[:-1]], wished.asked.own.prompt_len or len(prompt))
             own = np.ones(len(rows), dtype=np.bool_)
             steering = op_receipts(wished.ops, rows, own, described, "the request") if wished.ops else ()
-            found = None
+            added = self._added(described, steering)
             if wished.asked.capture is not None:
-                found = await asyncio.to_thread(self._captured, wished, parts, rows)
+                added["activations"] = await self._activations(wished, parts, rows)
+            return added
         except MidstreamError:
             if wished.ops:  # what a steer should have done is a part of its blocks' keys, and was not done to these
-                await self.engine.client.reset_prefix_cache()
+                await self._forget_blocks()
             raise
         finally:
             self.engine.release(wished.id)
-        added: dict[str, Any] = {
+
+    def _added(self, described: Mapping[str, Any], steering: Sequence[OpReceipt]) -> dict[str, Any]:
+        return {
             ADDED: {
                 "model_fingerprint": self.engine.facts.fingerprint,
                 "cached": int(described["cached"]),
-                "steering": [asdict(one) for one in steering],
+                "steering": [_finite(asdict(one)) for one in steering],
                 "decided": described["decided"],
             }
         }
-        if found is not None:
-            added["activations"] = await self._delivered(wished.asked, found)
-        return added
+
+    async def _forget_blocks(self) -> None:
+        """Empty the prefix cache: requests that run are preempted for it, else it would refuse."""
+        while not await self.engine.client.reset_prefix_cache(reset_running_requests=True):
+            await asyncio.sleep(0.05)
+
+    async def _activations(self, wished: Wished, parts: Sequence[Collected], rows: StepBatch) -> dict[str, Any]:
+        """What was captured, in the form and by the way that was asked for; room is taken before it is made."""
+        asked = wished.asked
+        room = len(parts[0].position) * self._row_bytes(wished)
+        await self.held.take(room)
+        kept = False
+        try:
+            found = await asyncio.to_thread(self._captured, wished, parts, rows)
+            handles: list[str] | None = None
+            if asked.binary:
+                handles = await self.held.keep([stack.tensor for stack in found.stacks], room)
+                kept = True
+            if not asked.residual:
+                return await asyncio.to_thread(found.plain, handles)
+            (stack,) = found.stacks
+            if handles is not None:
+                return {_EVERY_ROW: held_form(stack.tensor, handles[0])}
+            return {_EVERY_ROW: await asyncio.to_thread(encode_tensor, stack.tensor)}
+        finally:
+            if not kept:
+                await self.held.give_up(room)
+
+    def _row_bytes(self, wished: Wished) -> int:
+        """What a row takes, over all sites and layers."""
+        capture = wished.asked.capture
+        kind = getattr(torch, capture.dtype) if capture is not None and capture.dtype else self._dtype
+        return sum(layout.width for of in wished.layouts.values() for layout in of.values()) * kind.itemsize
 
     def _captured(self, wished: Wished, parts: Sequence[Collected], rows: StepBatch) -> Activations:
         """The rows of one completion, each of which was selected."""
@@ -156,16 +198,14 @@ class Answering:
         generated = position >= rows.prompt_len[0] if len(rows) else np.zeros(0, dtype=np.bool_)
         return Activations(stacks, position, rows.token_id[position], generated, receipt)
 
-    async def _delivered(self, asked: Asked, found: Activations) -> dict[str, Any]:
-        """In the form and by the way that was asked for."""
-        handles = await self.held.put([stack.tensor for stack in found.stacks]) if asked.binary else None
-        if not asked.residual:
-            return await asyncio.to_thread(found.plain, handles)
-        (stack,) = found.stacks
-        if handles is not None:
-            return {_EVERY_ROW: held_form(stack.tensor, handles[0])}
-        return {_EVERY_ROW: await asyncio.to_thread(encode_tensor, stack.tensor)}
-
     def give_up(self, wished: Wished) -> None:
         """Nobody waits for a request any more."""
-        self.engine.release(wished.id)
+        if wished.tapped:
+            self.engine.release(wished.id)
+
+
+def _finite(receipt: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity, which a row may have had."""
+    return {
+        name: None if isinstance(value, float) and not isfinite(value) else value for name, value in receipt.items()
+    }

@@ -76,9 +76,11 @@ async def put_artifact(artifact_id: str, request: Request) -> Response:
     if (answering := answering_of(request)) is None:
         return _untapped()
     try:
-        with answering.registry.receiving(artifact_id, "artifact") as take:
+        upload = await asyncio.to_thread(answering.registry.receiving, artifact_id, "artifact")
+        with upload:
             async for piece in request.stream():
-                take(piece)
+                await asyncio.to_thread(upload.take, piece)
+            await asyncio.to_thread(upload.keep)
     except SpecError as error:
         return refusal(error)
     return JSONResponse({"id": artifact_id}, status_code=201)

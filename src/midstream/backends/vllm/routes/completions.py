@@ -8,6 +8,7 @@ comes back is JSON or a stream of it, to which the rows are added.
 # vLLM is in an environment of its own: type checkers do not see it
 # pyright: reportMissingImports=false, reportInvalidTypeForm=false
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,12 +22,12 @@ from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-from midstream.core.errors import MidstreamError, SpecError, spec_error
+from midstream.core.errors import CaptureError, MidstreamError, SpecError, spec_error
 
-from ..requests import KEY
+from ..requests import FIELDS, KEY
 from .answering import Answering, Wished
 from .app import answering_of, error_body, refusal, refused
-from .wishes import FIELDS, XARGS, asked_of
+from .wishes import XARGS, asked_of
 
 _OURS: Final = (KEY, *FIELDS)
 _DONE: Final = "[DONE]"
@@ -60,13 +61,14 @@ async def _completed(request: Any, raw: Request, inner: Callable[..., Any]) -> A
         meant, served = asked.own.model_fingerprint, answering.engine.facts.fingerprint
         if meant is not None and meant != served:
             return refused(409, f"another model is served here: {served}, and {meant} is meant", None, "conflict")
-        wished = answering.begin(asked)
+        _check_echo(request)
+        wished = await asyncio.to_thread(answering.begin, asked)
     except SpecError as error:
         return refusal(error)
     ids = _Ids(bool(request.return_token_ids))
     rest = {name: value for name, value in (request.vllm_xargs or {}).items() if name not in _OURS}
-    request.vllm_xargs = {**rest, KEY: wished.request().text()}
-    request.return_token_ids = True
+    request.vllm_xargs = {**rest, **({KEY: wished.request().text()} if wished.tapped else {})} or None
+    request.return_token_ids = request.return_token_ids or wished.tapped
     admission = answering.engine.admission
     assert admission.served is not None, "an engine that answers is served"
     admission.served.add(wished.id)
@@ -92,6 +94,12 @@ async def _completed(request: Any, raw: Request, inner: Callable[..., Any]) -> A
             answering.give_up(wished)
 
 
+def _check_echo(request: Any) -> None:
+    """SpecError for an echo, whose text vLLM leaves out where ids come back, as they must."""
+    if getattr(request, "echo", False) and not request.return_token_ids:
+        raise spec_error("E_BAD_PARAM", "echo", "give return_token_ids too: the prompt comes back as ids, not as text")
+
+
 def _check_one_choice(request: Any) -> None:
     """SpecError for what has several answers: whose rows would they be?"""
     message = "Set n to 1: activations and steering vectors are for one choice only."
@@ -104,14 +112,18 @@ def _check_one_choice(request: Any) -> None:
 
 @dataclass
 class _Ids:
-    """The tokens of an answer, as they come. shown: whether whoever asked wants them."""
+    """The tokens of an answer, as they come. shown: whether whoever asked wants them. lost: some came without ids."""
 
     shown: bool
     prompt: list[int] | None = None
     generated: list[int] = field(default_factory=list[int])
+    lost: bool = False
 
     def take(self, body: dict[str, Any]) -> None:
         """Note those of an answer or a piece of one, and hide them where nobody asked."""
+        for choice in body.get("choices", ()):
+            said = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content")
+            self.lost |= choice.get("token_ids") is None and bool(said or choice.get("finish_reason"))
         for holder in (body, *body.get("choices", ())):
             if holder.get("prompt_token_ids") is not None:
                 self.prompt = holder["prompt_token_ids"]
@@ -122,12 +134,20 @@ class _Ids:
                     holder.pop(name, None)
 
 
+async def _finished(answering: Answering, wished: Wished, ids: _Ids) -> dict[str, Any]:
+    """What is added to an answer whose tokens have all come."""
+    if ids.lost and wished.tapped:
+        answering.give_up(wished)
+        raise CaptureError("the answer came without its token ids: leave include_reasoning on")
+    return await answering.finish(wished, ids.prompt or (), ids.generated)
+
+
 async def _whole(answering: Answering, wished: Wished, ids: _Ids, response: Response) -> Response:
     """An answer in one piece, with what was asked."""
     body = json.loads(bytes(response.body))
     ids.take(body)
     try:
-        body |= await answering.finish(wished, ids.prompt or (), ids.generated)
+        body |= await _finished(answering, wished, ids)
     except MidstreamError as error:
         return refused(422, str(error), "capture", "capture_failed")
     kept = {name: value for name, value in response.headers.items() if name not in ("content-length", "content-type")}
@@ -150,7 +170,11 @@ async def _streamed(answering: Answering, wished: Wished, ids: _Ids, pieces: Asy
                 yield ""
             if text.strip() == f"data: {_DONE}" and not head.get("error"):
                 finished = True
-                yield await _last(answering, wished, ids, head)
+                try:
+                    yield _event({**head, "choices": [], **await _finished(answering, wished, ids)})
+                except MidstreamError as error:  # after which nothing follows
+                    yield _event(error_body(422, str(error), "capture", "capture_failed"))
+                    return
             yield _piece(text, ids, head)
     finally:
         if not finished:
@@ -169,13 +193,9 @@ def _piece(text: str, ids: _Ids, head: dict[str, Any]) -> str:
     for name in ("id", "object", "created", "model"):
         if name in body:
             head[name] = body[name]
+    return _event(body)
+
+
+def _event(body: Mapping[str, Any]) -> str:
+    """One event; the one that has the rows has no choice of its own, and the other events' names."""
     return f"data: {json.dumps(body)}\n\n"
-
-
-async def _last(answering: Answering, wished: Wished, ids: _Ids, head: Mapping[str, Any]) -> str:
-    """The event that has the rows: no choice of its own, and the other events' names."""
-    try:
-        added = await answering.finish(wished, ids.prompt or (), ids.generated)
-    except MidstreamError as error:
-        return f"data: {json.dumps(error_body(422, str(error), 'capture', 'capture_failed'))}\n\n"
-    return f"data: {json.dumps({**head, 'choices': [], **added})}\n\n"

@@ -13,14 +13,16 @@ from typing import Any
 from uuid import uuid4
 
 from midstream.core.artifacts import Artifact
+from midstream.core.errors import EngineError
 
+from ..engine import STAGED_BYTES
 from ..facts import RUN, EngineFacts, examination, probes
 from ..plugin.admission import ADMISSION, Admission
 from ..requests import PROBE
 from ..rows import Collected
 
-STAGED_BYTES = 1 << 30
-"""Of artifacts that workers hold; past it they forget those that no request under way has."""
+_HEARTBEAT = 1.0
+"""Seconds after which a call that waits looks whether the engine lives."""
 
 
 @dataclass(eq=False)
@@ -79,9 +81,12 @@ class AsyncEngine:
                 ranks = await _call(self.client, "exchange", list(asked), read)
                 parts = [Collected.read(data) for data in ranks]
             except Exception as error:  # whatever it is: whoever waits is told
+                self._read = [*read, *self._read]
                 for future in asked.values():
                     if not future.done():
                         future.set_exception(error)
+                if self.client.errored:
+                    return
                 continue
             for place, future in enumerate(asked.values()):
                 if not future.done():  # whoever asked has gone
@@ -125,7 +130,13 @@ def _one(part: Collected, place: int) -> Collected:
 
 
 async def _call(client: Any, name: str, *args: Any) -> list[Any]:
-    return await client.collective_rpc(f"midstream_{name}", args=args)
+    """What each worker answers; EngineError where the engine dies meanwhile, of which vLLM tells no caller."""
+    asked = asyncio.ensure_future(client.collective_rpc(f"midstream_{name}", args=args))
+    while not (await asyncio.wait([asked], timeout=_HEARTBEAT))[0]:
+        if client.errored:
+            asked.cancel()
+            raise EngineError("the engine has died, and its requests with it")
+    return asked.result()
 
 
 async def _run_probes(client: Any, max_tokens: int) -> None:

@@ -7,10 +7,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
 from midstream.core.errors import CaptureError
+
+_PATIENCE: Final = 1.0
+"""Seconds between looks, where nothing that is held tells when it goes."""
 
 
 @dataclass(eq=False)
@@ -25,10 +29,13 @@ class _Held:
 class Held:
     """At most `max_bytes` of tensors, `seconds` each; what does not fit waits for others to go.
 
+    Room is taken before a tensor is made, and given up or filled by it.
+
     >>> import torch
     >>> async def kept():
     ...     held = Held(max_bytes=100, seconds=60)
-    ...     (handle,) = await held.put([torch.zeros(3)])
+    ...     await held.take(12)
+    ...     (handle,) = await held.keep([torch.zeros(3)], 12)
     ...     return held.get(handle), held.get("another")
     >>> asyncio.run(kept())
     (tensor([0., 0., 0.]), None)
@@ -38,30 +45,40 @@ class Held:
         self.max_bytes, self.seconds = max_bytes, seconds
         self._clock = clock
         self._held: dict[str, _Held] = {}
+        self._taken = 0
         self._gone = asyncio.Condition()
 
     @property
     def nbytes(self) -> int:
-        """What they take."""
-        return sum(one.tensor.nbytes for one in self._held.values())
+        """What they take, and what is taken for others."""
+        return self._taken + sum(one.tensor.nbytes for one in self._held.values())
 
-    async def put(self, tensors: Sequence[Tensor]) -> list[str]:
-        """A handle for each of some tensors, which are kept together or not at all; CaptureError: they never fit."""
-        needed = sum(one.nbytes for one in tensors)
-        if needed > self.max_bytes:
+    async def take(self, nbytes: int) -> None:
+        """Wait until there is room for so many bytes, and take it; CaptureError: there never will be."""
+        if nbytes > self.max_bytes:
             raise CaptureError(
-                f"{needed:,} bytes of activations, and this server holds {self.max_bytes:,}: fewer rows or layers"
+                f"{nbytes:,} bytes of activations, and this server holds {self.max_bytes:,}: fewer rows or layers"
             )
         async with self._gone:
-            while not self._room_for(needed):
-                wait = min(one.until for one in self._held.values()) - self._clock()
+            while not self._room_for(nbytes):
+                ends = [one.until - self._clock() for one in self._held.values()]
                 try:
-                    await asyncio.wait_for(self._gone.wait(), max(wait, 0.01))
+                    await asyncio.wait_for(self._gone.wait(), max(min(ends, default=_PATIENCE), 0.01))
                 except TimeoutError:
                     continue  # one of them has gone by now
-            handles = [secrets.token_urlsafe(24) for _ in tensors]
-            until = self._clock() + self.seconds
-            self._held |= {name: _Held(one, until) for name, one in zip(handles, tensors, strict=True)}
+            self._taken += nbytes
+
+    async def give_up(self, nbytes: int) -> None:
+        """Room that was taken is not wanted any more."""
+        self._taken -= nbytes
+        await self._tell()
+
+    async def keep(self, tensors: Sequence[Tensor], taken: int) -> list[str]:
+        """A handle for each of some tensors, for which room was taken."""
+        until = self._clock() + self.seconds
+        handles = [secrets.token_urlsafe(24) for _ in tensors]
+        self._held |= {name: _Held(one, until) for name, one in zip(handles, tensors, strict=True)}
+        await self.give_up(taken)
         return handles
 
     def get(self, handle: str) -> Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -71,8 +72,8 @@ def _said(engine: AsyncEngine, settings: EngineSettings, args: Any) -> discovery
         context_length=config.max_model_len,
     )
     template = getattr(args, "chat_template", None)
-    if template is not None and len(template) < 4096 and Path(template).is_file():
-        template = Path(template).read_text()
+    with suppress(OSError, ValueError):  # a template itself is no name of a file
+        template = Path(template).read_text() if template is not None else None
     vocabulary = config.get_vocab_size()
     ends = eos_of(config.model, config.trust_remote_code)
     grammar = getattr(tokenizer, "eos_token_id", None)

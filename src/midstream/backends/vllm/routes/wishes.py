@@ -17,13 +17,10 @@ from midstream.core.wire import Int, Wire
 from midstream.formats.lens import asked_layers, steering_of
 from midstream.formats.spec_json import decode_spec
 
-from ..requests import KEY
+from ..requests import FIELDS, KEY
 
 XARGS: Final = "vllm_xargs"
 TRANSPORTS: Final = ("base64", "binary")
-_LENS: Final = ("output_residual_stream", "apply_steering_vectors", "output_qk", "apply_hooks")
-FIELDS: Final = ("capture", "steering", "activations_transport", *_LENS)
-"""What may stand in the body itself, and in `vllm_xargs`, there as JSON in a text."""
 _INLINE_BYTES: Final = 64 << 20
 """What one tensor inside a request may expand to: a larger one is an artifact."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import anyio
 from anyio import to_thread
 
 from midstream.core.artifacts import Artifact
@@ -19,13 +18,12 @@ class Uploads:
 
     def __init__(self, registry: ArtifactRegistry, shared: ArtifactRegistry | None) -> None:
         self._registry, self._shared = registry, shared
-        self._sending = anyio.Lock()
 
     async def ensure(self, server: Server, artifacts: Mapping[str, Artifact]) -> None:
         """Let a server have these artifacts, which it had not from us yet."""
         for name, artifact in artifacts.items():
             if name not in server.artifacts:
-                async with self._sending:
+                async with server.sending:
                     if name not in server.artifacts:
                         await self._send(server, name, artifact)
                         server.artifacts.add(name)

@@ -151,7 +151,7 @@ class ServedBackend(Registered):
         config = None
         if source is not None and Path(source).is_dir():
             config = AutoConfig.from_pretrained(source, **remote)
-        return tokenizer, fingerprints(config, source or "", tokenizer)
+        return tokenizer, fingerprints(config, source, tokenizer)
 
     def _source(self, said: Capabilities) -> str | None:
         """A folder of the model that is here."""

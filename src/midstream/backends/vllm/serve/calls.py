@@ -112,7 +112,7 @@ class ServedCall:
         found: Activations | None = None
         try:
             found = await self._asked(request)
-        except (TransportError, CaptureError) as error:  # its own: the others go on
+        except (TransportError, CaptureError, FileFormatError) as error:  # its own: the others go on
             request.error = error
             if request.output is None:
                 request.output = Said.failed()

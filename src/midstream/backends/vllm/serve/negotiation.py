@@ -12,7 +12,7 @@ from midstream.backends.fingerprints import Fingerprints, weights
 from midstream.core.errors import EngineError, ModelLoadError, SpecError, TransportError
 from midstream.formats.discovery import WIRE, Capabilities
 
-from ..engine import TESTED
+from ..engine import check_version
 from .pool import Pool
 from .transport import Server
 
@@ -69,15 +69,8 @@ async def _one(server: Server, model: str | None) -> Found:
         capabilities = Capabilities.of(said)
     except SpecError as error:
         raise ModelLoadError(f"{server.base_url} says what is not understood here: {error}") from error
-    _check_version(server.base_url, capabilities.versions.engine)
+    check_version(capabilities.versions.engine, f"{server.base_url}: ")
     return Found(await _model(server, model), capabilities)
-
-
-def _check_version(base_url: str, engine: str) -> None:
-    numbers = tuple(int(part) for part in engine.split(".")[:2] if part.isdigit())
-    if not TESTED[0] <= numbers < TESTED[1]:
-        low, high = (".".join(map(str, one)) for one in TESTED)
-        raise ModelLoadError(f"{base_url} runs vLLM {engine}, and versions {low} to before {high} are known here")
 
 
 async def _model(server: Server, model: str | None) -> str:
@@ -131,7 +124,7 @@ async def adapter(pool: Pool, lora: str, capabilities: Capabilities) -> str:
         if any(one["id"] == name for one in listed):
             continue
         try:
-            await server.json("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": lora})
+            await server.json("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": lora}, read=False)
         except EngineError as error:
             if isinstance(error, TransportError) or "knows nothing" not in str(error):
                 raise

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from midstream.core.errors import TransportError
 
-from .transport import Server
+from .transport import BrokenStreamError, Server
 
 Result = TypeVar("Result")
 
@@ -28,7 +28,8 @@ class Pool:
 
     def __init__(self, servers: Sequence[Server], at_a_time: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.servers = tuple(servers)
-        self._room = asyncio.Semaphore(at_a_time * len(servers))
+        self._at_a_time = at_a_time
+        self._changed = asyncio.Condition()
         self._clock = clock
         self._failed: dict[Server, float] = {}
 
@@ -42,6 +43,8 @@ class Pool:
             async with self.one(key, tried) as server:
                 try:
                     return await what(server)
+                except BrokenStreamError:  # some of it was passed on
+                    raise
                 except TransportError:
                     if len(self.servers) == 1:
                         raise
@@ -53,37 +56,41 @@ class Pool:
     @asynccontextmanager
     async def one(self, key: bytes, tried: set[Server] | None = None) -> AsyncIterator[Server]:
         """While open, one of a server's places is taken."""
-        async with self._room:
-            server = await self._chosen(key, tried or set())
-            server.running += 1
-            try:
-                yield server
-            finally:
+        server = await self._taken(key, tried or set())
+        try:
+            yield server
+        finally:
+            async with self._changed:
                 server.running -= 1
+                self._changed.notify_all()
 
-    async def _chosen(self, key: bytes, tried: set[Server]) -> Server:
+    async def _taken(self, key: bytes, tried: set[Server]) -> Server:
         left = [one for one in self.servers if one not in tried]
-        well = [one for one in left if one not in self._failed]
-        for one in left:
-            if one in self._failed and (not well or self._clock() - self._failed[one] > _REST) and await _is_well(one):
-                del self._failed[one]
-                well.append(one)
-        among = well or left  # none says that it is well: let it say why not
-        idlest = min(one.running for one in among)
-        return max((one for one in among if one.running <= idlest + _SLACK), key=lambda one: _drawn(one, key))
+        await self._look_after(left)
+        async with self._changed:
+            while True:
+                well = [one for one in left if one not in self._failed] or left  # else let one say why not
+                if free := [one for one in well if one.running < self._at_a_time]:
+                    break
+                await self._changed.wait()
+            idlest = min(one.running for one in free)
+            found = max((one for one in free if one.running <= idlest + _SLACK), key=lambda one: _drawn(one, key))
+            found.running += 1
+            return found
+
+    async def _look_after(self, servers: Sequence[Server]) -> None:
+        """Ask those that failed a while ago whether they are well again; one request asks, the others go on."""
+        none_well = all(one in self._failed for one in servers)
+        for one in servers:
+            if one in self._failed and (none_well or self._clock() - self._failed[one] > _REST):
+                self._failed[one] = self._clock()
+                if await one.is_well():
+                    self._failed.pop(one, None)
 
     async def close(self) -> None:
         """Let go of all connections."""
         for server in self.servers:
             await server.close()
-
-
-async def _is_well(server: Server) -> bool:
-    try:
-        await server.json("GET", "/health", retries=0)
-    except TransportError:
-        return False
-    return True
 
 
 def _drawn(server: Server, key: bytes) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.core.backend import BackendCapabilities, ModelFacts, Progress, Tokens
-from midstream.core.errors import PromptError
+from midstream.core.errors import PromptError, spec_error
 from midstream.core.generation import GenerationParams
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.sites import Site, SiteLayout
@@ -67,6 +67,9 @@ class ServedSession(EngineSession):
         progress: Progress | None,
         stream: bool = False,
     ) -> ServedCall:
+        if stream and params.prompt_logprobs is not None:
+            message = "a stream of vllm-serve has none: use lm.generate"
+            raise spec_error("E_UNKNOWN_KIND", "generation.prompt_logprobs", message)
         tokens = Tokens(sum(len(request.job.ids) + params.max_tokens for request in requests), progress)
         artifacts = self._artifacts_of(requests)
         return ServedCall(self._asking, params, requests, settle, self._downloaded, artifacts, tokens.add, stream)

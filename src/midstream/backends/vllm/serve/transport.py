@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, get_args
 
+import anyio
 import httpx2
 import stamina
 import torch
@@ -32,6 +33,8 @@ _AGAIN: Final = frozenset({408, 429})
 _NEVER: Final = frozenset({501, 505})
 """Of the 5xx: a server that says so will say so again."""
 _LONGEST: Final = 30.0
+_SOON: Final = 2.0
+"""Seconds in which a server says that it is well."""
 _CODED: Final = re.compile(r"(E_[A-Z_]+) at ([^ ]*): (.*)", re.DOTALL)
 
 
@@ -43,6 +46,10 @@ class _Again(TransportError):
         self.after = after
 
 
+class BrokenStreamError(TransportError):
+    """A stream that broke off after some of it had come: another would go on differently."""
+
+
 class Server:
     """One server. running: how many requests of ours it has."""
 
@@ -50,6 +57,7 @@ class Server:
         self.base_url, self._options = base_url, options
         self.running = 0
         self.artifacts: set[str] = set()
+        self.sending = anyio.Lock()
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         limits = httpx2.Limits(max_connections=2 * options.max_concurrency + 4)
         self._client = httpx2.AsyncClient(
@@ -65,22 +73,30 @@ class Server:
 
     # --- requests
 
-    async def json(self, method: str, path: str, body: Any = None, *, retries: int | None = None) -> Any:
-        """What it answers, read as JSON where it says so. TransportError: it did not; else what its refusal means."""
-        async for attempt in self._attempts(retries):
+    async def is_well(self) -> bool:
+        """Whether it says that it is, soon."""
+        try:
+            return (await self._client.get("/health", timeout=_SOON)).status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    async def json(self, method: str, path: str, body: Any = None, *, read: bool = True) -> Any:
+        """What it answers, read as JSON. TransportError: it did not answer; else what its refusal means.
+
+        read: whether there is anything to read.
+        """
+        async for attempt in self._attempts():
             with attempt:
                 with _heard(self.base_url):
                     response = await self._client.request(method, path, json=body)
                 _check(self.base_url, response.status_code, response.headers, response.content)
-                if "json" not in response.headers.get("content-type", ""):
-                    return response.text
                 with _heard(self.base_url):
-                    return response.json() if response.content else None
+                    return response.json() if read else None
         raise AssertionError("an attempt returns or raises")
 
     async def put(self, path: str, data: bytes) -> None:
         """Send bytes."""
-        async for attempt in self._attempts(None):
+        async for attempt in self._attempts():
             with attempt:
                 with _heard(self.base_url):
                     response = await self._client.put(path, content=data)
@@ -88,7 +104,7 @@ class Server:
 
     async def has(self, path: str) -> bool:
         """Whether it knows what is there."""
-        async for attempt in self._attempts(None):
+        async for attempt in self._attempts():
             with attempt:
                 with _heard(self.base_url):
                     response = await self._client.head(path)
@@ -101,11 +117,11 @@ class Server:
     async def tensor(self, held: HeldTensor) -> Tensor:
         """A tensor that it holds, in memory of our own; it holds it no longer then."""
         path = HANDLE.format(handle=held.handle)
-        async for attempt in self._attempts(None):
+        async for attempt in self._attempts():
             with attempt:
                 raw = PAGES.tensor((held.size_bytes,), torch.uint8)
                 await self._read_into(raw.numpy().data, path)
-                with _heard(self.base_url):
+                with suppress(httpx2.HTTPError):  # it goes by itself too
                     await self._client.delete(path)
                 return raw.view(held.torch_dtype).view(held.shape)
         raise AssertionError("an attempt returns or raises")
@@ -117,6 +133,8 @@ class Server:
             async with self._client.stream(
                 "GET", path, params={"compression": "none"}, headers={"accept-encoding": "identity"}
             ) as response:
+                if response.status_code == 404:
+                    raise TransportError(f"{self.base_url} holds these activations no longer: send it again")
                 if response.status_code != 200:
                     _check(self.base_url, response.status_code, response.headers, await response.aread())
                 async for piece in response.aiter_raw():
@@ -129,7 +147,7 @@ class Server:
 
     @asynccontextmanager
     async def events(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        """The events of a stream, read as JSON. Nothing is sent again: some of it may have come."""
+        """The events of a stream, read as JSON. BrokenStreamError: some of it had come."""
         with _heard(self.base_url):
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
@@ -137,21 +155,25 @@ class Server:
                 yield self._events(response)
 
     async def _events(self, response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-        with _heard(self.base_url):
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    return
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise _meaning(self.base_url, int(event["error"].get("code") or 500), event)
-                yield event
-        raise TransportError(f"{self.base_url} broke off in the middle of a stream: send it again")
+        begun = False
+        try:
+            with _heard(self.base_url):
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: "):
+                        continue
+                    if line == "data: [DONE]":
+                        return
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise _meaning(self.base_url, int(event["error"].get("code") or 500), event)
+                    begun = True
+                    yield event
+            raise TransportError(f"{self.base_url} broke off in the middle of a stream: send it again")
+        except TransportError as error:
+            raise (BrokenStreamError(str(error)) if begun else error) from error
 
-    def _attempts(self, retries: int | None) -> Any:
+    def _attempts(self) -> Any:
         """One, and others after pauses that grow, or that the server asks for."""
-        count = self._options.max_retries if retries is None else retries
 
         def again(error: Exception) -> bool | timedelta:
             if not isinstance(error, _Again):
@@ -160,7 +182,7 @@ class Server:
 
         return stamina.retry_context(
             on=again,
-            attempts=count + 1,
+            attempts=self._options.max_retries + 1,
             timeout=None,
             wait_initial=self._options.retry_backoff,
             wait_max=_LONGEST,
