@@ -115,20 +115,20 @@ def test_an_engine_without_extraction_has_no_such_cache() -> None:
         file_wishes({"source": "cache"}, FileSettings(), 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"speculative_config": EXTRACTION, "kv_transfer_config": None}, "but for vLLM's extract_hidden_states"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "no engine with speculative decod"),
-    ],
-)
-def test_other_drafts_are_refused(
-    source: Checkpoint, tmp_path: Path, users_llm: Callable[..., Any], given: dict[str, Any], message: str
-) -> None:
-    engine = {"kv_transfer_config": transfer(tmp_path), **given}
-    with pytest.raises(ModelLoadError, match=message), users_llm(source.folder, skip_tokenizer_init=True, **engine):
-        pass
+@pytest.mark.parametrize("files", [True, False])
+def test_other_drafts_are_refused(files: bool, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from midstream.backends.vllm.plugin.places import check_supported
+
+    made = SimpleNamespace(**transfer(tmp_path)) if files else None
+    extracts = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=[1]))
+    drafts = SimpleNamespace(method="ngram" if files else "extract_hidden_states", draft_model_config=extracts)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1), speculative_config=drafts, kv_transfer_config=made
+    )
+    with pytest.raises(ModelLoadError, match=r"no engine with speculative decoding yet, but for vLLM's extract_hidden"):
+        check_supported(config)
 
 
 @pytest.mark.slow
