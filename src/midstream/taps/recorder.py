@@ -25,7 +25,7 @@ from midstream.core.sites import Site, SiteLayout
 
 from .pages import PAGES
 from .step import Ints, StepBatch, check_fired, resolve_each, whole_sequence
-from .storage import counts_of, stored
+from .storage import copy_rows, counts_of, stored
 from .stream import Index, index_of
 
 _ELSEWHERE: Final[tuple[Site, int]] = ("resid_post", -1)
@@ -293,7 +293,9 @@ class Recorder:
 
 def _put(out: Tensor, target: Index, rows: Tensor) -> None:
     """`out[target] = rows`."""
-    if isinstance(target, slice) or out.dim() == 1:
+    if isinstance(target, slice) and out.dim() == 2:
+        copy_rows(out[target], rows)
+    elif isinstance(target, slice) or out.dim() == 1:
         out[target] = rows
     elif out.shape[1] * out.itemsize % 8 == 0 and rows.storage_offset() * rows.itemsize % 8 == 0:
         # the same bytes as 64-bit words: torch's copy by index costs a step per element, not per byte

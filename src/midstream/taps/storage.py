@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,3 +48,21 @@ def counts_of(kept: dict[Key, Tensor], key: Key, rows: int, dtype: torch.dtype) 
     if key not in kept:
         kept[key] = torch.zeros(rows, dtype=dtype)
     return kept[key]
+
+
+_ALONE: Final = 1 << 20
+"""Bytes up to which one thread is faster than several: on cores that others use too, they wait for one another."""
+
+
+def copy_rows(out: Tensor, rows: Tensor) -> None:
+    """`out[:] = rows`, both `[rows, width]` of one type on the CPU, each row in one piece.
+
+    >>> out = torch.zeros(2, 3, dtype=torch.bfloat16)
+    >>> copy_rows(out[:1], torch.ones(1, 3, dtype=torch.bfloat16))
+    >>> out.sum().item()
+    3.0
+    """
+    if rows.nbytes > _ALONE or out.dtype != rows.dtype or rows.stride(-1) != 1 or out.stride(-1) != 1:
+        out.copy_(rows)
+    else:  # NumPy has no bfloat16, and bytes are bytes
+        out.view(torch.uint8).numpy()[...] = rows.view(torch.uint8).numpy()

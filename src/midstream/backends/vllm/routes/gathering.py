@@ -13,6 +13,7 @@ from torch import Tensor
 from midstream.core.sites import Site, SiteLayout
 from midstream.formats.activations import Stack
 from midstream.taps.pages import PAGES
+from midstream.taps.storage import copy_rows
 from midstream.taps.stream import Index, index_of
 
 from ..rows import Collected, Segmented
@@ -73,4 +74,8 @@ def _fill(out: Tensor, pieces: Sequence[_Piece]) -> None:
     starts = {rank: sum(width for other, width in widths.items() if other < rank) for rank in widths}
     for piece in pieces:
         start = starts[piece.rank]
-        out[piece.target, start : start + piece.tensor.shape[1]] = piece.tensor[piece.source]
+        columns = out[:, start : start + piece.tensor.shape[1]]
+        if isinstance(piece.target, slice) and isinstance(piece.source, slice):
+            copy_rows(columns[piece.target], piece.tensor[piece.source])
+        else:
+            columns[piece.target] = piece.tensor[piece.source]
