@@ -83,8 +83,8 @@ def test_a_server_that_boots_is_waited_for(proxy: Proxy) -> None:
 
 
 def test_a_server_that_is_slow_is_said_to_be(proxy: Proxy) -> None:
-    with served(proxy.url, **FAST, request_timeout=0.5, max_retries=1) as lm:
-        proxy.fault = on(COMPLETIONS, slow(1.5), slow(1.5))
+    with served(proxy.url, **FAST, request_timeout=2.0, max_retries=1) as lm:
+        proxy.fault = on(COMPLETIONS, slow(4.0), slow(4.0))
         with pytest.raises(PartialBatchError, match="did not answer in time: give a larger") as raised:
             lm.generate(PROMPTS[:1], **GIVEN)
         assert raised.value.again == [0]
