@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -47,7 +48,7 @@ from .rendering import canonical_constraint, refuse_extra
 from .rows import Collected, Segmented
 
 
-class EngineSession:
+class EngineSession(ABC):
     """Captures, generates and scores on one engine, wherever that is; how requests get there is its subclasses' own."""
 
     def __init__(
@@ -278,6 +279,7 @@ class EngineSession:
 
     # --- shared
 
+    @abstractmethod
     def _call(
         self,
         requests: Sequence[Request],
@@ -287,11 +289,10 @@ class EngineSession:
         stream: bool = False,
     ) -> AnyCall:
         """Requests that are ready, as a call that runs them. stream: the caller wants each as it grows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _rendered(self, prompts: Sequence[PreparedPrompt]) -> tuple[list[PreparedPrompt], list[Rendered | None]]:
         """Prompts with their images' placeholders in place, and what the engine takes for those that have any."""
-        raise NotImplementedError
 
     @staticmethod
     def _artifacts_of(requests: Sequence[Request]) -> dict[str, Artifact]:

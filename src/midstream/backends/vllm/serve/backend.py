@@ -120,13 +120,13 @@ class ServedBackend(Registered):
             model = found.model
             if options.lora is not None:
                 model = await negotiation.adapter(pool, options.lora, said)
+            if options.artifact_dir is not None and "directory" not in said.artifact_transports:
+                message = f"{options.base_url[0]} reads no artifact_dir: start it with --artifact-dir, or leave it out"
+                raise ModelLoadError(message)
         except BaseException:
             await pool.close()
             raise
         shared = None if options.artifact_dir is None else ArtifactRegistry(options.artifact_dir)
-        if shared is not None and "directory" not in said.artifact_transports:
-            message = f"{options.base_url[0]} reads no artifact_dir: start it with --artifact-dir, or leave it out"
-            raise ModelLoadError(message)
         asking = Asking(
             loop, pool, Uploads(self.registry, shared), model, said.model.facts["model_fingerprint"],
             frozenset(said.model.eos), frozenset(said.engine.grammar_eos),
