@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from midstream.core.cache import cache_dir
 from midstream.core.errors import ModelLoadError
 
 SMOLLM2 = "smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_dir() -> Path:
-    """The user's cache of midstream (XDG_CACHE_HOME, else ~/.cache)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midstream"
 
 
 def smollm2_path() -> Path:

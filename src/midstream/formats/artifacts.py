@@ -24,6 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from midstream.core.artifacts import TENSOR_NAME, Artifact, Floats, artifact_bytes, as_artifact_id, finite_array
+from midstream.core.cache import cache_dir
 from midstream.core.errors import SpecError, spec_error
 from midstream.core.narrow import is_int
 
@@ -254,9 +255,8 @@ class Upload:
 
 
 def default_registry() -> ArtifactRegistry:
-    """The registry in the user's cache of midstream (XDG_CACHE_HOME, else ~/.cache)."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return ArtifactRegistry(cache / "midstream" / "artifacts")
+    """The registry in the user's cache of midstream."""
+    return ArtifactRegistry(cache_dir() / "artifacts")
 
 
 def _hash(data: bytes) -> str:

@@ -16,7 +16,7 @@ from midstream.backends.registered import Registered
 from midstream.backends.tokenizers import has_tokenizer, load_tokenizer
 from midstream.core.backend import BackendCapabilities, BackendSpec, ModelFacts
 from midstream.core.errors import BusyError, ModelLoadError, SessionClosedError, choices, spec_error
-from midstream.core.generation import eos_ids
+from midstream.core.generation import CONSTRAINT_KINDS, eos_ids
 from midstream.core.sites import SITES, as_site
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.pages import PAGES
@@ -63,12 +63,13 @@ class VllmBackend(Registered):
 
     def capabilities_for_spec(self, spec: BackendSpec) -> BackendCapabilities:
         """What this kind of backend can do with a model that has every site; boots nothing."""
-        return engine_capabilities(SITES, {}, has_tokenizer=True)
+        return engine_capabilities(SITES, {})
 
     def negotiated_capabilities(self) -> BackendCapabilities:
         """What this engine can do: the sites that its self-test kept, and why it refused the others."""
         facts = self._booted().facts
-        return engine_capabilities(tuple(facts.layouts), facts.refused, self._booted().has_tokenizer)
+        constraints = CONSTRAINT_KINDS if self._booted().has_tokenizer else ()
+        return engine_capabilities(tuple(facts.layouts), facts.refused, constraints)
 
     def open_session(self) -> VllmSession:
         """The one session at a time; another is refused until it is closed."""

@@ -19,16 +19,20 @@ from midstream.core.sites import Site
 
 
 def engine_capabilities(
-    sites: tuple[Site, ...], refused: Mapping[Site, str], has_tokenizer: bool, backend: BackendKind = "vllm"
+    sites: tuple[Site, ...],
+    refused: Mapping[Site, str],
+    constraints: tuple[str, ...] = CONSTRAINT_KINDS,
+    backend: BackendKind = "vllm",
+    interventions: tuple[str, ...] = tuple(KINDS),
 ) -> BackendCapabilities:
-    """Of an engine whose model has these sites, and a tokenizer that constraints can be written in, or none."""
+    """Of an engine whose model has these sites; one without a tokenizer has no constraints."""
     steered: tuple[Site, ...] = tuple(site for site in STEERED if site in sites)
-    atoms = EVERYTHING[backend] - (frozenset() if has_tokenizer else {Capability.GUIDED_DECODING})
+    atoms = EVERYTHING[backend] - (frozenset() if constraints else {Capability.GUIDED_DECODING})
     return BackendCapabilities(
         backend,
         atoms,
         CaptureKinds(sites),
-        InterventionKinds((*KINDS, "patch"), steered),  # a patch is lowered before it is sent
-        ConstraintKinds(CONSTRAINT_KINDS if has_tokenizer else ()),
+        InterventionKinds((*interventions, "patch"), steered),  # a patch is lowered before it is sent
+        ConstraintKinds(constraints),
         refused=dict(refused),
     )

@@ -22,14 +22,14 @@ PLUGIN: Final = "midstream"
 _ROUTES: Final = "vllm.endpoint_plugins"
 
 
-def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for an engine that is launched on its own, on top of `base` (default: this process's).
+def engine_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an engine in this process, on top of `base`.
 
-    >>> made = serve_environment({"VLLM_PLUGINS": "mine", "VLLM_LOGGING_LEVEL": "INFO"})
+    >>> made = engine_environment({"VLLM_PLUGINS": "mine", "VLLM_LOGGING_LEVEL": "INFO"})
     >>> made["VLLM_PLUGINS"], made["VLLM_LOGGING_LEVEL"]
     ('mine,midstream', 'INFO')
     """
-    made = dict(os.environ if base is None else base)
+    made = dict(base)
     for name, value in DEFAULTS.items():
         made.setdefault(name, value)
     made.update(FORCED)
@@ -39,17 +39,17 @@ def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return made
 
 
-def environment_of_server(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a `vllm serve`: as `serve_environment`, and our routes, which vLLM loads by name alone.
+def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a `vllm serve`, on top of `base` (default: this process's): our routes are loaded too.
 
-    Where nothing says which plugins are loaded, all are, as without us; of others' routes, those that have the name of
-    another plugin.
+    vLLM loads routes by name alone. Where nothing says which plugins are loaded, all are, as without us; of others'
+    routes, those that have the name of another plugin.
 
-    >>> environment_of_server({"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"]
+    >>> serve_environment({"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"]
     'mine,midstream'
     """
     given = dict(os.environ if base is None else base)
-    made = serve_environment(given)
+    made = engine_environment(given)
     if "VLLM_ENABLE_V1_MULTIPROCESSING" not in given:
         del made["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine is always in a process of its own
     if made.get("VLLM_PLUGINS") is None:
@@ -64,7 +64,7 @@ def boot_environment() -> Generator[None]:
     """While open, this process has an engine's environment; afterwards the one that it had."""
     before = dict(os.environ)
     try:
-        os.environ.update(serve_environment(before))
+        os.environ.update(engine_environment(before))
         yield
     finally:
         os.environ.clear()

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from midstream.backends.tokenizers import has_tokenizer
+from midstream.core.cache import cache_dir
 from midstream.core.errors import ModelLoadError, spec_error
 
 from .checkpoints import merged_checkpoint
-from .environment import environment_of_server
+from .environment import serve_environment
 from .requests import KEY, EngineSettings
 
 _CONFIG: Final = "--additional-config"
@@ -68,11 +69,9 @@ def launched(
         if name in given:
             raise spec_error("E_BAD_PARAM", name, f"{why}: leave it out")
     source = str(smollm2_path()) if model == SMOLLM2 else model
-    if source != model and not _has(given, "--served-model-name"):
+    if (source != model or checkpoint is not None) and not _has(given, "--served-model-name"):
         given += ["--served-model-name", model]
     if checkpoint is not None:
-        if not _has(given, "--served-model-name"):
-            given += ["--served-model-name", model]
         source = str(merged_checkpoint(source, checkpoint, _folder_of(source, checkpoint)))
     if not has_tokenizer(source) and not _has(given, "--skip-tokenizer-init"):
         given.append("--skip-tokenizer-init")
@@ -83,7 +82,7 @@ def launched(
         if not _has(given, name):
             given += [name, *values]
     before = dict(os.environ)
-    environment = environment_of_server(before)
+    environment = serve_environment(before)
     changed = {name: value for name, value in environment.items() if before.get(name) != value}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", source, *given]
     return Launch(command, environment, changed)
@@ -121,6 +120,5 @@ def _taken(given: list[str], name: str) -> dict[str, Any]:
 
 def _folder_of(source: str, checkpoint: str) -> Path:
     """Where the two are put together: the same for the same, so that nothing piles up."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = sha256(f"{Path(source).absolute()}:{Path(checkpoint).absolute()}".encode()).hexdigest()[:24]
-    return cache / "midstream" / "checkpoints" / name
+    return cache_dir() / "checkpoints" / name

@@ -15,7 +15,7 @@ import torch
 
 from midstream.core.artifacts import Artifact
 from midstream.core.binding import BoundOp, bind
-from midstream.core.capture import CaptureReceipt
+from midstream.core.capture import CaptureReceipt, CaptureSpec
 from midstream.core.errors import CaptureError, MidstreamError, spec_error
 from midstream.core.interventions import OpReceipt
 from midstream.core.select import resolve
@@ -79,11 +79,7 @@ class Answering:
     def begin(self, asked: Asked) -> Wished:
         """Check against the model what is asked; SpecError names what is wrong."""
         facts = self.engine.facts
-        layouts: Mapping[Site, Mapping[int, SiteLayout]] = {}
-        if (capture := asked.capture) is not None:
-            layouts = layouts_at(
-                site_layers(capture.sites, capture.layers, facts.layouts, facts.refused), facts.layouts
-            )
+        layouts = {} if asked.capture is None else self._layouts(asked.capture)
         if asked.steering is None:
             return Wished(secrets.token_hex(16), asked, (), {}, layouts)
         asked.steering.canonical_json()
@@ -97,14 +93,11 @@ class Answering:
             raise spec_error("E_BAD_PARAM", f"{OwnWishes.root}.prompt_len", message)
         if (capture := wishes.capture) is None:
             return
-        facts = self.engine.facts
         rows = whole_sequence(prompt, wishes.prompt_len or len(prompt))
         count = int(resolve(capture.select, rows).sum())
         if capture.select is None or "generation" in capture.select.phases:
             count += max(max_tokens - 1, 0)
-        layouts = layouts_at(site_layers(capture.sites, capture.layers, facts.layouts, facts.refused), facts.layouts)
-        width = sum(layout.width for layers in layouts.values() for layout in layers.values())
-        size = width * (getattr(torch, capture.dtype) if capture.dtype else self._dtype).itemsize
+        size = self._row_bytes(capture, self._layouts(capture))
         if count * size > self.held.max_bytes:
             message = f"{count} rows of {size:,} bytes; this server holds {self.held.max_bytes:,} bytes, "
             raise spec_error("E_BAD_PARAM", "capture", f"{message}or {self.held.max_bytes // size} such rows")
@@ -153,7 +146,8 @@ class Answering:
     async def _activations(self, wished: Wished, parts: Sequence[Collected], rows: StepBatch) -> dict[str, Any]:
         """What was captured, in the form and by the way that was asked for; room is taken before it is made."""
         asked = wished.asked
-        room = len(parts[0].position) * self._row_bytes(wished)
+        assert asked.capture is not None
+        room = len(parts[0].position) * self._row_bytes(asked.capture, wished.layouts)
         await self.held.take(room)
         kept = False
         try:
@@ -172,11 +166,15 @@ class Answering:
             if not kept:
                 await self.held.give_up(room)
 
-    def _row_bytes(self, wished: Wished) -> int:
+    def _layouts(self, capture: CaptureSpec) -> Mapping[Site, Mapping[int, SiteLayout]]:
+        """What a capture is of; SpecError for what this model has not."""
+        facts = self.engine.facts
+        return layouts_at(site_layers(capture.sites, capture.layers, facts.layouts, facts.refused), facts.layouts)
+
+    def _row_bytes(self, capture: CaptureSpec, layouts: Mapping[Site, Mapping[int, SiteLayout]]) -> int:
         """What a row takes, over all sites and layers."""
-        capture = wished.asked.capture
-        kind = getattr(torch, capture.dtype) if capture is not None and capture.dtype else self._dtype
-        return sum(layout.width for of in wished.layouts.values() for layout in of.values()) * kind.itemsize
+        kind = getattr(torch, capture.dtype) if capture.dtype else self._dtype
+        return sum(layout.width for of in layouts.values() for layout in of.values()) * kind.itemsize
 
     def _captured(self, wished: Wished, parts: Sequence[Collected], rows: StepBatch) -> Activations:
         """The rows of one completion, each of which was selected."""

@@ -61,8 +61,9 @@ async def _completed(request: Any, raw: Request, inner: Callable[..., Any]) -> A
         meant, served = asked.own.model_fingerprint, answering.engine.facts.fingerprint
         if meant is not None and meant != served:
             return refused(409, f"another model is served here: {served}, and {meant} is meant", None, "conflict")
-        _check_echo(request)
         wished = await asyncio.to_thread(answering.begin, asked)
+        if wished.tapped:
+            _check_echo(request)
     except SpecError as error:
         return refusal(error)
     ids = _Ids(bool(request.return_token_ids))
@@ -168,14 +169,15 @@ async def _streamed(answering: Answering, wished: Wished, ids: _Ids, pieces: Asy
             if first:
                 first = False
                 yield ""
-            if text.strip() == f"data: {_DONE}" and not head.get("error"):
+            last = text.strip() == f"data: {_DONE}"
+            if last and not head.get("error"):
                 finished = True
                 try:
                     yield _event({**head, "choices": [], **await _finished(answering, wished, ids)})
                 except MidstreamError as error:  # after which nothing follows
                     yield _event(error_body(422, str(error), "capture", "capture_failed"))
                     return
-            yield _piece(text, ids, head)
+            yield text if last else _piece(text, ids, head)
     finally:
         if not finished:
             answering.give_up(wished)
@@ -183,7 +185,7 @@ async def _streamed(answering: Answering, wished: Wished, ids: _Ids, pieces: Asy
 
 def _piece(text: str, ids: _Ids, head: dict[str, Any]) -> str:
     """One event, whose tokens are noted; what is no event goes by."""
-    if not text.startswith("data: ") or text.strip() == f"data: {_DONE}":
+    if not text.startswith("data: "):
         return text
     body = json.loads(text.removeprefix("data: "))
     if "error" in body:

@@ -23,6 +23,8 @@ from ..rows import Collected
 
 _HEARTBEAT = 1.0
 """Seconds after which a call that waits looks whether the engine lives."""
+_PAUSE = 0.1
+"""Seconds before the next call, where one failed in an engine that lives."""
 
 
 @dataclass(eq=False)
@@ -87,6 +89,7 @@ class AsyncEngine:
                         future.set_exception(error)
                 if self.client.errored:
                     return
+                await asyncio.sleep(_PAUSE)
                 continue
             for place, future in enumerate(asked.values()):
                 if not future.done():  # whoever asked has gone

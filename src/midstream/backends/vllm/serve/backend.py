@@ -55,13 +55,15 @@ class ServedBackend(Registered):
 
     def capabilities_for_spec(self, spec: BackendSpec) -> BackendCapabilities:
         """What this kind of backend can do with a model that has every site; asks nobody."""
-        return engine_capabilities(SITES, {}, has_tokenizer=True, backend="vllm-serve")
+        return engine_capabilities(SITES, {}, backend="vllm-serve")
 
     def negotiated_capabilities(self) -> BackendCapabilities:
         """What the servers can do."""
         said = self._servers().capabilities
-        sites = tuple(said.capture.layouts)
-        return engine_capabilities(sites, said.capture.refused, bool(said.constraints), backend="vllm-serve")
+        capture = said.capture
+        return engine_capabilities(
+            tuple(capture.layouts), capture.refused, said.constraints, "vllm-serve", said.interventions
+        )
 
     def open_session(self) -> ServedSession:
         """The one session at a time, whose calls may run side by side."""

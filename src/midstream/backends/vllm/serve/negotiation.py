@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ from midstream.formats.discovery import WIRE, Capabilities
 
 from ..engine import check_version
 from .pool import Pool
-from .transport import Server
+from .transport import Server, UnknownThereError
 
 CAPABILITIES: Final = "/v1/midstream/capabilities"
 _START: Final = "start it with `midstream vllm-serve`"
@@ -58,9 +58,7 @@ def _identity(one: Found) -> Any:
 async def _one(server: Server, model: str | None) -> Found:
     try:
         said = await server.json("GET", CAPABILITIES)
-    except EngineError as error:
-        if isinstance(error, TransportError) or "knows nothing" not in str(error):
-            raise
+    except UnknownThereError as error:
         raise ModelLoadError(f"{server.base_url} has no plugin of midstream: {_START}") from error
     wire = said.get("versions", {}).get("wire") if isinstance(said, dict) else None
     if wire != WIRE:
@@ -125,9 +123,7 @@ async def adapter(pool: Pool, lora: str, capabilities: Capabilities) -> str:
             continue
         try:
             await server.json("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": lora}, read=False)
-        except EngineError as error:
-            if isinstance(error, TransportError) or "knows nothing" not in str(error):
-                raise
+        except UnknownThereError as error:
             raise ModelLoadError(
                 f"{server.base_url} loads no adapters while it runs: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             ) from error
@@ -145,5 +141,4 @@ def adapter_fingerprint(lora: str) -> str:
 
 def of_server(capabilities: Capabilities) -> Fingerprints:
     """The fingerprints that a server tells."""
-    known = asdict(Fingerprints())
-    return Fingerprints(**{name: capabilities.model.fingerprints.get(name) for name in known})
+    return Fingerprints(**capabilities.model.fingerprints)

@@ -46,6 +46,10 @@ class _Again(TransportError):
         self.after = after
 
 
+class UnknownThereError(EngineError):
+    """A server that does not know a route, or what it names."""
+
+
 class BrokenStreamError(TransportError):
     """A stream that broke off after some of it had come: another would go on differently."""
 
@@ -241,7 +245,7 @@ def _meaning(base_url: str, status: int, body: Any, text: str = "") -> Midstream
     if status in (401, 403):
         return EngineError(f"{base_url} refuses the key: give its api_key")
     if status == 404:
-        return EngineError(f"{base_url} knows nothing of that: {message:.200}")
+        return UnknownThereError(f"{base_url} knows nothing of that: {message:.200}")
     if status == 409:
         return EngineError(f"{base_url}: {message:.200}: load it again")
     if status == 422:
