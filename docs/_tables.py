@@ -203,3 +203,35 @@ def row_refusals() -> str:
 def storage_dtypes() -> str:
     """The storage types."""
     return ", ".join(f"`{name}`" for name in STORAGE_DTYPES)
+
+
+def server_limits() -> str:
+    """The limits of a server: what each is, and unless told otherwise."""
+    from midstream.server.settings import Limits
+
+    rows = [
+        (f"`{name}`", field.description or "", _figure(field.default)) for name, field in Limits.model_fields.items()
+    ]
+    return table(("Limit", "What", "Unless given"), rows)
+
+
+def _figure(value: float) -> str:
+    """A number with a unit where it is a power of two, else as it is."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if isinstance(value, int) and value % size == 0 and value >= size and value != 33_554_432:
+            return f"{value // size} {unit}"
+    return f"{value:,g}" if isinstance(value, float) else f"{value:,}"
+
+
+def server_routes() -> str:
+    """The routes of a server, and the first line of what each says of itself."""
+    from midstream.server.routes import activations, artifacts, completions, files, jobs, models, usage
+
+    rows: list[tuple[str, str]] = []
+    for part in (completions, models, artifacts, activations, files, jobs, usage):
+        for route in part.router.routes:
+            if route.path.startswith("/v1/midstream/artifacts"):
+                continue  # the same as /v1/artifacts
+            methods = ", ".join(sorted(route.methods - {"HEAD"} or route.methods))
+            rows.append((f"`{methods} {route.path}`", (route.description or "").split("\n")[0]))
+    return table(("Route", "What"), rows)

@@ -25,7 +25,7 @@ ROOMS = {
 ABOVE = {room: {"", "backends", "taps", "formats", "core"} for room in ("harvest", "vectors", "conversations")}
 ROOMS |= ABOVE
 ROOMS |= {room: {*ABOVE, "", "backends", "taps", "formats", "core"} for room in ("cli", "server", "web", "compat")}
-ROOMS["cli"] |= {"web"}  # `inspect --heatmap` and `demo` draw
+ROOMS["cli"] |= {"web", "server"}  # `inspect --heatmap` and `demo` draw
 
 ENGINES = {"transformers", "vllm"}
 #: The file methods of CaptureResult reach up for formats, inside functions.

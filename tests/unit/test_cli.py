@@ -96,7 +96,19 @@ def test_help_names_every_command_and_nothing_of_this_machine(run: Run, monkeypa
     whole = run("--help")
     assert whole.code == 0
     assert run().out == whole.out
-    names = ["demo", "capture", "generate", "score", "inspect", "verify", "schema", "vllm-serve"]
+    names = [
+        "demo",
+        "capture",
+        "generate",
+        "score",
+        "inspect",
+        "verify",
+        "schema",
+        "serve",
+        "vllm-serve",
+        "keys",
+        "budgets",
+    ]
     assert [line.split()[0] for line in whole.out.split("Commands:\n")[1].splitlines()] == names
     for name in names:
         text = run(name, "--help").out

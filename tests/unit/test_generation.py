@@ -175,3 +175,13 @@ def test_completion() -> None:
     completion = Completion(prompt_token_ids=(1, 2))
     assert (completion.token_ids, completion.text, completion.finish_reason) == ((), None, None)
     assert completion.choices == ()
+
+
+@pytest.mark.parametrize("params", [{"top_p": 5e-324}, {"temperature": 5e-324}, {"temperature": 1e-40, "top_p": 1e-40}])
+def test_no_parameter_is_too_small_for_a_token(params: dict[str, float]) -> None:
+    torch = pytest.importorskip("torch")
+    from midstream.backends.huggingface.sampling import generator_for, pick_tokens
+
+    scores = torch.tensor([[1.0, 900.0, 3.0], [-2.0, -5e4, -9.0]])
+    generators = [generator_for(place, scores.device) for place in range(2)]
+    assert pick_tokens(scores, GenerationParams(max_tokens=1, **params), generators) == [1, 0]

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
-from midstream.backends.vllm.routes.held import Held
 from midstream.core.errors import CaptureError
+from midstream.formats.held import Held
 
 
 class Clock:

@@ -12,12 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
+from .budgets import budgets
 from .capture import capture
 from .demo import demo
 from .generate import generate
 from .inspect import inspect
+from .keys import keys
 from .schema import schema
 from .score import score
+from .serve import serve
 from .verify import verify
 from .vllm_serve import PASSED_ON, vllm_serve
 
@@ -57,9 +60,11 @@ def midstream(
         typer.echo(context.get_help())
 
 
-for command in (demo, capture, generate, score, inspect, verify, schema):
+for command in (demo, capture, generate, score, inspect, verify, schema, serve):
     app.command()(command)
 app.command(name="vllm-serve", context_settings=PASSED_ON)(vllm_serve)
+app.add_typer(keys, name="keys")
+app.add_typer(budgets, name="budgets")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -34,14 +34,14 @@ def opened(
         from midstream.backends.huggingface.loading import as_torch_dtype
 
         as_torch_dtype(dtype, dtype_option)
-        options = {} if engine is None else {"engine_kwargs": _engine_kwargs(engine, backend)}
+        options = {} if engine is None else {"engine_kwargs": engine_kwargs(engine, backend)}
         options |= _server(base_url, backend)
         model = midstream.load(name, backend=backend, dtype=dtype, device=device, **options)
     with _quiet(), model:
         yield model
 
 
-def _engine_kwargs(text: str, backend: str) -> dict[str, Any]:
+def engine_kwargs(text: str, backend: str) -> dict[str, Any]:
     """The object of --engine; E_BAD_PARAM where it is none, or no engine is asked for."""
     from midstream.core.errors import spec_error
 

@@ -56,12 +56,14 @@ class Activations:
     generated: NDArray[np.bool_]
     receipt: CaptureReceipt
 
-    def plain(self, handles: Sequence[str] | None = None) -> dict[str, Any]:
-        """As JSON has it. handles: one for each stack, under which its tensor is held; None: tensors inside."""
+    def plain(
+        self, handles: Sequence[str] | None = None, form: Callable[[Tensor], dict[str, Any]] = encode_tensor
+    ) -> dict[str, Any]:
+        """As JSON has it. handles: one for each stack, under which its tensor is held; None: each in this `form`."""
         found: dict[str, Any] = {}
         for place, stack in enumerate(self.stacks):
             if handles is None:
-                tensor = encode_tensor(stack.tensor)
+                tensor = form(stack.tensor)
             else:
                 tensor = held_form(stack.tensor, handles[place])
             one = {**tensor, "layers": list(stack.layers)}

@@ -10,6 +10,8 @@ from midstream.core.wire import Wire
 
 WIRE: Final = 1
 """The version of what client and server say to each other; another is not understood."""
+OWN_ENGINE: Final = "midstream "
+"""How the engine's version begins where it is `midstream serve`, whatever stands behind that."""
 
 
 class Versions(Wire):

@@ -33,7 +33,7 @@ class SteeringVector(Wire):
 def asked_layers(value: Any, path: str = "output_residual_stream") -> tuple[bool, tuple[int, ...] | None]:
     """Whether a residual stream is asked for, and of which layers (None: all), ascending, each once.
 
-    False and null ask for nothing. E_BAD_PARAM for anything but true or a list of integers.
+    False and null ask for nothing. E_BAD_PARAM for anything but true or a list of integers, E_LAYER_RANGE below 0.
 
     >>> asked_layers(True), asked_layers([3, 1, 3]), asked_layers(False)
     ((True, None), (True, (1, 3)), (False, None))
@@ -44,7 +44,10 @@ def asked_layers(value: Any, path: str = "output_residual_stream") -> tuple[bool
         return True, None
     if not is_list(value) or not value or not all(map(is_int, value)):
         raise spec_error("E_BAD_PARAM", path, f"is a list of layers, or true for all, got {value!r:.60}")
-    return True, tuple(sorted({int(layer) for layer in value}))
+    found = tuple(sorted({int(layer) for layer in value}))
+    if found[0] < 0:
+        raise spec_error("E_LAYER_RANGE", path, f"no layer {found[0]}; layers are counted from 0")
+    return True, found
 
 
 def steering_of(value: Any, path: str = "apply_steering_vectors", *, max_bytes: int | None = None) -> InterventionSpec:

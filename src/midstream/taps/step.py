@@ -87,6 +87,17 @@ def whole_sequence(token_ids: Sequence[int], prompt_len: int, request: int = 0) 
     return step_of([Run(request, 0, 0, token_ids, prompt_len)], len(token_ids))
 
 
+def in_reach(select: SelectSpec | None, prompt: Sequence[int], prompt_len: int, max_tokens: int) -> int:
+    """How many rows a selection can come to select: those of the prompt that it does, and all that may be generated.
+
+    >>> in_reach(SelectSpec.read("prompt[-1]"), [5, 6, 7], 3, 9), in_reach(None, [5, 6, 7], 3, 9)
+    (1, 11)
+    """
+    count = int(resolve(select, whole_sequence(prompt, prompt_len)).sum())
+    generates = select is None or "generation" in select.phases
+    return count + (max_tokens - 1 if generates else 0)
+
+
 def check_fired(fired: set[tuple[Site, int]], place: tuple[Site, int], size: int, expected: int) -> None:
     """Note that a tap fired in a pass; CaptureError for one with other rows than the pass, or that fires again."""
     if size != expected or place in fired:
