@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from midstream.core.binding import BoundOp
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import BusyError, CaptureError, EngineError, MidstreamError, PromptError, SpecError
+from midstream.core.errors import BusyError, CaptureError, EngineError, MidstreamError
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import OpReceipt, acts_on
 from midstream.core.text import Decode, text_of
 from midstream.taps.step import StepBatch, whole_sequence
 
-from .engine import Engine, refusals
+from .engine import Engine, refusing
 from .jobs import Job
 from .rendering import finish_reason, prompt_logprobs, sampling_params, token_logprobs
 from .requests import EngineRequest
@@ -54,18 +54,19 @@ class Request:
 
     def text(self, max_tokens: int) -> str | None:
         """What travels with it to the plugin."""
-        if not self.wishes:
-            return None
-        length = len(self.job.ids)
+        return self.engine_request(max_tokens).text() if self.wishes else None
+
+    def engine_request(self, max_tokens: int) -> EngineRequest:
+        """The same as data."""
         return EngineRequest(
             id=self.id,
             prompt_len=len(self.job.prompt.token_ids),
-            max_len=length + max_tokens,
+            max_len=len(self.job.ids) + max_tokens,
             first=self.first,
             capture=self.capture,
             steering=self.job.spec,
             decided=None if self.decided is None else dict(self.decided),
-        ).text()
+        )
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -154,21 +155,15 @@ class Call:
     def _submit(self, waiting: dict[str, Request]) -> None:
         for request in self.requests:
             job = request.job
-            text = request.text(self.params.max_tokens)
-            try:
+            with refusing(request.index):
                 params = sampling_params(
                     self.params,
                     seed=job.seeds[request.choice],
                     eos=self.eos if job.constraint is None else self.eos | self.engine.eos,
                     constraint=job.constraint,
-                    text=text,
+                    text=request.text(self.params.max_tokens),
                 )
                 self.engine.submit(request.id, job.engine_prompt, params)
-            except SpecError:  # ours
-                raise
-            except refusals() as error:
-                said = str(error).strip().splitlines() or [type(error).__name__]
-                raise PromptError(f"prompt {request.index}: vLLM refuses it: {said[0]:.200}") from error
             waiting[request.id] = request
 
     def _count(self, request: Request, output: Any) -> None:
@@ -229,15 +224,20 @@ def steering_receipts(request: Request) -> tuple[OpReceipt, ...]:
         own &= rows.position >= rows.prompt_len
     if request.job.reference:
         own &= rows.position < len(request.job.ids) - 1
-    return op_receipts(request.job.ops, rows, own, request.described, f"request {request.index}")
+    return op_receipts(request.job.ops, rows, request.described, f"request {request.index}", own)
 
 
 def op_receipts(
-    ops: Sequence[BoundOp], rows: StepBatch, own: NDArray[np.bool_], described: Mapping[str, Any], what: str
+    ops: Sequence[BoundOp],
+    rows: StepBatch,
+    described: Mapping[str, Any],
+    what: str,
+    own: NDArray[np.bool_] | None = None,
 ) -> tuple[OpReceipt, ...]:
-    """What each op did to those rows of a sequence that are `own`, `[rows]`; CaptureError names what was missed.
+    """What each op did to the rows of a sequence; CaptureError names what was missed.
 
     described: what a worker says of it. Rows before its `cached` came from the prefix cache, as the same ops left them.
+    own: `[rows]`, those that count; None: all.
     """
     reused = rows.position < int(described["cached"])
     tally = {(line[0], line[3]): line for line in described["steering"]}
@@ -251,7 +251,8 @@ def op_receipts(
             elif computed < (due := int((selected & ~reused).sum())):
                 op = f"op {bound.place} ({bound.op.kind}) at layer {layer}"
                 raise CaptureError(f"{what}, {op}: {due} rows were due, and {computed} steered")
-            selected &= own
+            if own is not None:
+                selected &= own
             counts = (int(selected.sum()), int((selected & ~reused).sum()), int((selected & reused).sum()))
             at = (bound.place, bound.op.kind, bound.op.site, layer)
             found.append(OpReceipt(*at, *counts, relative=relative, skipped=skipped))

@@ -17,52 +17,24 @@ from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import receipts_together, warn_of_idle
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec, resolve
-from midstream.core.sites import Site, SiteLayout, layouts_at
+from midstream.core.sites import Site, layouts_at
 from midstream.core.text import decoder, token_texts
 from midstream.taps.recorder import Recorded, RecordedRequest, Recorder
 from midstream.taps.step import whole_sequence
 
 from .calls import Request, completion_of, steering_receipts
+from .checks import Known
 from .jobs import Job
 from .reuse import Lookup, RowStore
 from .rows import Collected, Owner, Segmented
 
 
-class Layouts(Protocol):
-    """What an engine says of its model's sites."""
-
-    @property
-    def layouts(self) -> Mapping[Site, Mapping[int, SiteLayout]]:
-        """Those that hold."""
-        ...
-
-    @property
-    def refused(self) -> Mapping[Site, str]:
-        """Why the others do not."""
-        ...
-
-
-class Host(Protocol):
+class Host(Known, Protocol):
     """An engine as a session sees it, in this process or behind a server."""
-
-    @property
-    def facts(self) -> Layouts:
-        """What its self-test found."""
-        ...
 
     @property
     def store(self) -> RowStore:
         """Rows that it keeps for reuse."""
-        ...
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the model has."""
-        ...
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the engine itself can tell texts."""
         ...
 
     def release(self, ids: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from midstream.core.errors import BusyError, EngineError, ModelLoadError
+from midstream.core.errors import BusyError, EngineError, ModelLoadError, PromptError, SpecError
 
 from .environment import boot_environment
 from .facts import FACTS, EngineFacts
@@ -139,30 +139,27 @@ def boot(model: str, options: Mapping[str, Any], settings: Mapping[str, Any], ke
     options: arguments of `vllm.LLM`. settings: what our plugin reads in `additional_config`. kept_bytes: of rows that
     are kept for reuse.
     """
-    vllm = _imported()
+    vllm = imported()
     additional = {**(options.get("additional_config") or {}), KEY: dict(settings)}
     lora = options.get("lora_request")
     given = {name: value for name, value in options.items() if name != "lora_request"}
     llm: Any = None
-    with _threads_kept():
+    with loading(model), _threads_kept():
         try:
             with boot_environment():
                 llm = vllm.LLM(model=model, **{**given, "additional_config": additional})
             return _engine(llm, kept_bytes, lora)
-        except Exception as error:  # vLLM raises this very class, where a process of its own has failed
+        except Exception:
             if llm is not None:
                 _shut_down(llm)
                 llm = None
             _clean_up()
-            if isinstance(error, ModelLoadError) or not (type(error) is Exception or isinstance(error, _AT_BOOT)):
-                raise
-            said = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-            raise ModelLoadError(f"vLLM cannot serve {model!r}: {_telling(said)}") from error
+            raise
 
 
 def adopted(llm: Any) -> Engine:
     """An engine that the caller made, with our plugin asked for, one for each; ModelLoadError where it was not."""
-    _imported()
+    imported()
     known = getattr(llm.llm_engine, _ADOPTED, None)
     if known is None:
         known = _engine(llm, 0, None, own=False)  # nobody tells us when its weights change
@@ -182,13 +179,26 @@ def _engine(llm: Any, kept_bytes: int, lora: Any, *, own: bool = True) -> Engine
     return Engine(llm, facts, RowStore(config.cache_config.block_size, kept_bytes), lora, own)
 
 
+@contextmanager
+def loading(model: str) -> Generator[None]:
+    """What keeps vLLM from booting an engine, as ModelLoadError with its own words."""
+    try:
+        yield
+    except Exception as error:  # vLLM raises this very class, where a process of its own has failed
+        if isinstance(error, ModelLoadError) or not (type(error) is Exception or isinstance(error, _AT_BOOT)):
+            raise
+        said = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+        raise ModelLoadError(f"vLLM cannot serve {model!r}: {_telling(said)}") from error
+
+
 def _telling(lines: Sequence[str]) -> str:
     """The line of an error that says what is wrong: pydantic's is its second."""
     found = next((line.strip() for line in lines if "error, " in line.lower()), lines[0].strip())
     return f"{found:.300}"
 
 
-def _imported() -> Any:
+def imported() -> Any:
+    """vLLM; ModelLoadError where it is not installed, or is one that this code was not written for."""
     try:
         import vllm
     except ImportError as error:
@@ -237,3 +247,15 @@ def refusals() -> tuple[type[Exception], ...]:
     except ImportError:  # before it had a class for them
         return (ValueError, TypeError)
     return (ValueError, TypeError, VLLMError)
+
+
+@contextmanager
+def refusing(index: int) -> Generator[None]:
+    """What vLLM refuses of a prompt, as PromptError with its own words."""
+    try:
+        yield
+    except SpecError:  # ours
+        raise
+    except refusals() as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise PromptError(f"prompt {index}: vLLM refuses it: {said[0]:.200}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Final
@@ -39,6 +39,24 @@ def engine_environment(base: Mapping[str, str]) -> dict[str, str]:
     return made
 
 
+def apart_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an engine that this process asks, and that is in a process of its own, on top of `base`.
+
+    >>> apart_environment({})["VLLM_WORKER_MULTIPROCESSING_METHOD"]
+    'spawn'
+    """
+    made = _apart(base)
+    made.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # a server has threads, which a fork does not
+    return made
+
+
+def _apart(base: Mapping[str, str]) -> dict[str, str]:
+    made = engine_environment(base)
+    if "VLLM_ENABLE_V1_MULTIPROCESSING" not in base:
+        del made["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine is always in a process of its own
+    return made
+
+
 def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a `vllm serve`, on top of `base` (default: this process's): our routes are loaded too.
 
@@ -49,9 +67,7 @@ def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     'mine,midstream'
     """
     given = dict(os.environ if base is None else base)
-    made = engine_environment(given)
-    if "VLLM_ENABLE_V1_MULTIPROCESSING" not in given:
-        del made["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server's engine is always in a process of its own
+    made = _apart(given)
     if made.get("VLLM_PLUGINS") is None:
         groups = [group for group in entry_points().groups if group.startswith("vllm.") and group != _ROUTES]
         names = {one.name for group in groups for one in entry_points(group=group)}
@@ -60,11 +76,13 @@ def serve_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def boot_environment() -> Generator[None]:
+def boot_environment(
+    environment: Callable[[Mapping[str, str]], dict[str, str]] = engine_environment,
+) -> Generator[None]:
     """While open, this process has an engine's environment; afterwards the one that it had."""
     before = dict(os.environ)
     try:
-        os.environ.update(engine_environment(before))
+        os.environ.update(environment(before))
         yield
     finally:
         os.environ.clear()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
+from midstream.core.backend import ModelFacts
 from midstream.core.errors import SelfTestError
 from midstream.core.sites import Site, SiteLayout
 
@@ -35,6 +36,18 @@ class EngineFacts:
     folders: Sequence[Path]
     fingerprint: str
     graph: frozenset[str]
+
+
+def model_facts(config: Any, model_ref: str, fingerprint: str) -> ModelFacts:
+    """What is true of a model. config: vLLM's ModelConfig. model_ref: what it was asked for by."""
+    return ModelFacts.of(
+        config.hf_config,
+        config.hf_text_config,
+        model_ref=model_ref,
+        model_fingerprint=fingerprint,
+        dtype=str(config.dtype).removeprefix("torch."),
+        context_length=config.max_model_len,
+    )
 
 
 def attach(engine: Any) -> None:

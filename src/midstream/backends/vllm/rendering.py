@@ -70,8 +70,12 @@ def sampling_params(
     eos: frozenset[int],
     constraint: dict[str, Any] | None,
     text: str | None,
+    delta: bool = False,
 ) -> Any:
-    """One choice of one item as vLLM samples it. text: what `extra_args` holds for our plugin."""
+    """One choice of one item as vLLM samples it. text: what `extra_args` holds for our plugin.
+
+    delta: it is told of what is new each time, in place of all.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -79,7 +83,7 @@ def sampling_params(
     return SamplingParams(
         **sampling_fields(params, seed=seed, eos=eos),
         detokenize=bool(params.stop),
-        output_kind=RequestOutputKind.CUMULATIVE,
+        output_kind=RequestOutputKind.DELTA if delta else RequestOutputKind.CUMULATIVE,
         structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
         extra_args=None if text is None else {"midstream": text},
     )

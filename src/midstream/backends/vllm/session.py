@@ -11,25 +11,18 @@ import torch
 from torch import Tensor
 
 from midstream.core.artifacts import Artifact
-from midstream.core.backend import BackendCapabilities, Capability, ModelFacts, Progress
-from midstream.core.binding import BoundOp, bind
+from midstream.core.backend import BackendCapabilities, ModelFacts, Progress
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import PartialBatchError, PromptError, SessionClosedError, TransportError, spec_error
+from midstream.core.errors import PartialBatchError, SessionClosedError, TransportError, spec_error
 from midstream.core.generation import Completion, GenerationParams
 from midstream.core.interventions import InterventionSpec, warn_of_idle
 from midstream.core.items import (
-    ConstraintEntry,
     GenerationItem,
-    InterventionEntry,
-    OutputEntry,
     ScoringItem,
     check_references,
     check_scored,
     item_seeds,
-    one_constraint,
-    specs_of,
     steered_items,
-    steering_path,
 )
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.result import CaptureResult
@@ -39,12 +32,12 @@ from midstream.core.stream import Chunk
 from midstream.core.text import Settled, decoder
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.recorder import check_memory
-from midstream.taps.step import whole_sequence
 
 from .calls import AnyCall, Request, Settle, completion_of, steering_receipts
 from .capturing import Capturing, Host, completions
+from .checks import Checks
 from .jobs import Job, Rendered
-from .rendering import canonical_constraint, refuse_extra
+from .rendering import refuse_extra
 from .rows import Collected, Segmented
 
 
@@ -64,7 +57,8 @@ class EngineSession(ABC):
     ) -> None:
         self._engine, self._facts, self._eos = engine, facts, eos
         self._tokenizer, self._registry = tokenizer, registry
-        self._capabilities, self._on_close = capabilities, on_close
+        self._on_close = on_close
+        self._checks = Checks(engine, facts, capabilities, registry)
         self._segmented = segmented
         self._closed = False
         self._calls = 0
@@ -235,13 +229,13 @@ class EngineSession(ABC):
             return torch.empty((0, 0))
         length = check_references(items, self._engine.vocabulary)
         prompts, inputs = self._rendered([item.prompt for item in items])
-        self._check_prompts(prompts, max(1, length) + 1)
+        self._checks.prompts(prompts, max(1, length) + 1)
         items = [replace(item, prompt=prompt) for item, prompt in zip(items, prompts, strict=True)]
         jobs: list[Job] = []
         for index, item in enumerate(items):
             reference = tuple(int(token) for token in item.ref_output_ids)
-            self._constraint(item.output_entries, GenerationParams())
-            spec, ops = self._spec(item, index, len(items), (*item.prompt.token_ids, *reference))
+            self._checks.constraint(item.output_entries, GenerationParams())
+            spec, ops = self._checks.spec(item, index, len(items), (*item.prompt.token_ids, *reference))
             jobs.append(Job(item.prompt, spec, ops, (None,), reference=reference, rendered=inputs[index]))
         if not length:
             return torch.empty((len(items), 0))
@@ -303,60 +297,18 @@ class EngineSession(ABC):
     def _generation_jobs(
         self, items: Sequence[GenerationItem], params: GenerationParams, call: int | None
     ) -> list[Job]:
-        refuse_extra(params)
-        if params.stop and not self._engine.has_tokenizer:
-            message = "stop strings need a tokenizer of the engine's own: use stop_token_ids"
-            raise spec_error("E_BAD_PARAM", "generation.stop", message)
+        self._checks.generation(params)
         prompts, inputs = self._rendered([item.prompt for item in items])
-        self._check_prompts(prompts, params.max_tokens)
+        self._checks.prompts(prompts, params.max_tokens)
         items = [replace(item, prompt=prompt) for item, prompt in zip(items, prompts, strict=True)]
         if call is None:
             call, self._calls = self._calls, self._calls + 1
         jobs: list[Job] = []
         for index, (item, seeds) in enumerate(zip(items, item_seeds(items, params, call), strict=True)):
-            spec, ops = self._spec(item, index, len(items), item.prompt.token_ids)
-            constraint = self._constraint(item.output_entries, params)
+            spec, ops = self._checks.spec(item, index, len(items), item.prompt.token_ids)
+            constraint = self._checks.constraint(item.output_entries, params)
             jobs.append(Job(item.prompt, spec, ops, seeds, constraint, rendered=inputs[index]))
         return jobs
-
-    def _spec(
-        self, item: GenerationItem | ScoringItem, index: int, count: int, ids: Sequence[int]
-    ) -> tuple[InterventionSpec | None, tuple[BoundOp, ...]]:
-        """An item's spec for its prompt, and bound to the model: what is wrong is refused here."""
-        capabilities = self._capabilities()
-        if any(not isinstance(entry, InterventionEntry) for entry in item.state_entries):
-            capabilities.require([Capability.IN_PROCESS_TORCH], f"items[{index}].state_entries")
-        spec = specs_of(item.state_entries)
-        if spec is None:
-            return None, ()
-        path = steering_path(index, count)
-        capabilities.require_spec(spec, path)
-        spec = spec.lowered(whole_sequence(ids, len(item.prompt.token_ids)), path)
-        spec.canonical_json()
-        facts = self._engine.facts
-        return spec, bind(spec, facts.layouts, facts.refused, self._registry.get, path)
-
-    def _constraint(self, entries: Sequence[OutputEntry], params: GenerationParams) -> dict[str, Any] | None:
-        if any(not isinstance(entry, ConstraintEntry) for entry in entries):
-            self._capabilities().require([Capability.IN_PROCESS_TORCH], "output_entries")
-        found = one_constraint(entries, params)
-        if found is not None and not self._engine.has_tokenizer:
-            message = "needs a tokenizer, and this engine was loaded without one"
-            raise spec_error("E_CONSTRAINT", "generation.constraint", message)
-        return canonical_constraint(found)
-
-    def _check_prompts(self, prompts: Sequence[PreparedPrompt], max_tokens: int) -> None:
-        vocabulary, context = self._engine.vocabulary, self._facts.context_length
-        for index, prompt in enumerate(prompts):
-            length = len(prompt.token_ids)
-            largest = max(*prompt.token_ids, -1)
-            if largest >= vocabulary:
-                raise PromptError(f"prompt {index} has token id {largest}; the model has ids 0 to {vocabulary - 1}")
-            if context is not None and length + max_tokens > context:
-                raise PromptError(
-                    f"prompt {index} has {length} tokens and max_tokens is {max_tokens}, and the engine's "
-                    f"max_model_len is {context}: shorten it, or load with a larger one"
-                )
 
 
 def _nothing_to_settle(ended: Sequence[Request], parts: Sequence[Collected]) -> tuple[str, ...]:

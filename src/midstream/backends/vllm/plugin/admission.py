@@ -37,9 +37,13 @@ class Admission:
     check: Callable[[EngineRequest, Sequence[int], int], None] | None = None
     seen: dict[str, bool] = field(default_factory=dict[str, bool])
 
-    def open(self, check: Callable[[EngineRequest, Sequence[int], int], None]) -> None:
-        """The engine of a server holds what its self-test says: from now on its routes may ask."""
-        self.closed, self.served, self.check = None, set(), check
+    def open(self, check: Callable[[EngineRequest, Sequence[int], int], None] | None = None) -> None:
+        """The engine holds what its self-test says: from now on requests may have wishes.
+
+        check: of a `vllm serve`, whose routes alone may ask; None: whoever has the engine asks, under its own ids.
+        """
+        self.closed, self.check = None, check
+        self.served = None if check is None else set()
 
     def wishes_of(self, request_id: str, params: Any) -> EngineRequest | None:
         """What is to be done to a request; None: nothing more than it says itself. SpecError for what is wrong."""

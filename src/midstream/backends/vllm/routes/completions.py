@@ -68,17 +68,17 @@ async def _completed(request: Any, raw: Request, inner: Callable[..., Any]) -> A
         return refusal(error)
     ids = _Ids(bool(request.return_token_ids))
     rest = {name: value for name, value in (request.vllm_xargs or {}).items() if name not in _OURS}
-    request.vllm_xargs = {**rest, **({KEY: wished.request().text()} if wished.tapped else {})} or None
+    request.vllm_xargs = {**rest, **({KEY: wished.request.text()} if wished.tapped else {})} or None
     request.return_token_ids = request.return_token_ids or wished.tapped
     admission = answering.engine.admission
     assert admission.served is not None, "an engine that answers is served"
-    admission.served.add(wished.id)
+    admission.served.add(wished.request.id)
     done = False
     try:
         async with answering.engine.with_artifacts(wished.artifacts, answering.registry.file_of):
             response = await inner(request, raw)
             if isinstance(response, StreamingResponse):
-                pieces = _streamed(answering, wished, ids, response.body_iterator)
+                pieces = _streamed(answering, wished, ids, aiter(response.body_iterator))
                 await anext(pieces)  # its artifacts stay with the workers until it has begun
                 response.body_iterator = pieces
                 done = True
@@ -90,7 +90,7 @@ async def _completed(request: Any, raw: Request, inner: Callable[..., Any]) -> A
     except SpecError as error:
         return refusal(error)
     finally:
-        admission.served.discard(wished.id)
+        admission.served.discard(wished.request.id)
         if not done:
             answering.give_up(wished)
 

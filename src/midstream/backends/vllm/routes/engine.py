@@ -17,6 +17,7 @@ from midstream.core.errors import EngineError
 
 from ..engine import STAGED_BYTES
 from ..facts import RUN, EngineFacts, examination, probes
+from ..liveness import dying
 from ..plugin.admission import ADMISSION, Admission
 from ..requests import PROBE
 from ..rows import Collected
@@ -36,6 +37,7 @@ class AsyncEngine:
     _asked: dict[str, asyncio.Future[list[Collected]]] = field(default_factory=dict[str, Any])
     _read: list[str] = field(default_factory=list[str])
     _exchanging: asyncio.Task[None] | None = None
+    _closed: bool = False
     _staged: dict[str, int] = field(default_factory=dict[str, int])
     _users: dict[str, int] = field(default_factory=dict[str, int])
     _staging: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -47,9 +49,30 @@ class AsyncEngine:
         try:
             while True:
                 name, args = run.send(said)
-                said = await _run_probes(client, *args) if name == RUN else await _call(client, name, *args)
+                said = await _run_probes(client, *args) if name == RUN else await call(client, name, *args)
         except StopIteration as done:
             return cls(client, done.value)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has."""
+        return self.client.model_config.get_vocab_size()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the engine itself can tell texts."""
+        return not self.client.model_config.skip_tokenizer_init
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's own, or None."""
+        return self.client.get_tokenizer() if self.has_tokenizer else None
+
+    @property
+    def grammar_eos(self) -> frozenset[int]:
+        """What its own tokenizer ends a text with, and so a grammar."""
+        found = getattr(self.tokenizer, "eos_token_id", None)
+        return frozenset() if found is None else frozenset([found])
 
     @property
     def admission(self) -> Admission:
@@ -60,6 +83,8 @@ class AsyncEngine:
 
     async def collect(self, one: str) -> list[Collected]:
         """What every rank says of a request that has ended; its rows stay until `release`."""
+        if self._closed:
+            raise EngineError("the engine was closed, and its requests with it")
         future = asyncio.get_running_loop().create_future()
         self._asked[one] = future
         self._exchange()
@@ -70,8 +95,15 @@ class AsyncEngine:
         self._read.append(one)
         self._exchange()
 
+    async def close(self) -> None:
+        """Let the workers free all that they hold, once they have answered; nothing is asked of them any more."""
+        self._closed = True
+        if self._exchanging is not None:
+            await self._exchanging
+        await call(self.client, "close")
+
     def _exchange(self) -> None:
-        if self._exchanging is None or self._exchanging.done():
+        if not self._closed and (self._exchanging is None or self._exchanging.done()):
             self._exchanging = asyncio.create_task(self._exchange_all())
 
     async def _exchange_all(self) -> None:
@@ -80,14 +112,14 @@ class AsyncEngine:
             asked, read = self._asked, self._read
             self._asked, self._read = {}, []
             try:
-                ranks = await _call(self.client, "exchange", list(asked), read)
+                ranks = await call(self.client, "exchange", list(asked), read)
                 parts = [Collected.read(data) for data in ranks]
             except Exception as error:  # whatever it is: whoever waits is told
                 self._read = [*read, *self._read]
                 for future in asked.values():
                     if not future.done():
                         future.set_exception(error)
-                if self.client.errored:
+                if self.client.errored or self._closed:
                     return
                 await asyncio.sleep(_PAUSE)
                 continue
@@ -118,12 +150,12 @@ class AsyncEngine:
     async def _stage(self, missing: Mapping[str, Artifact], file_of: Callable[[Artifact], bytes]) -> None:
         if missing and sum(self._staged.values()) > STAGED_BYTES:
             idle = [one for one in self._staged if one not in self._users]
-            await _call(self.client, "unstage", idle)
+            await call(self.client, "unstage", idle)
             for one in idle:
                 del self._staged[one]
         for one, artifact in missing.items():
             data = await asyncio.to_thread(file_of, artifact)
-            await _call(self.client, "stage", one, data)
+            await call(self.client, "stage", one, data)
             self._staged[one] = len(data)
 
 
@@ -132,14 +164,15 @@ def _one(part: Collected, place: int) -> Collected:
     return replace(part.take(part.request == place, owner=0), described=[part.described[place]])
 
 
-async def _call(client: Any, name: str, *args: Any) -> list[Any]:
+async def call(client: Any, name: str, *args: Any) -> list[Any]:
     """What each worker answers; EngineError where the engine dies meanwhile, of which vLLM tells no caller."""
-    asked = asyncio.ensure_future(client.collective_rpc(f"midstream_{name}", args=args))
-    while not (await asyncio.wait([asked], timeout=_HEARTBEAT))[0]:
-        if client.errored:
-            asked.cancel()
-            raise EngineError("the engine has died, and its requests with it")
-    return asked.result()
+    with dying():
+        asked = asyncio.ensure_future(client.collective_rpc(f"midstream_{name}", args=args))
+        while not (await asyncio.wait([asked], timeout=_HEARTBEAT))[0]:
+            if client.errored:
+                asked.cancel()
+                raise EngineError("the engine has died, and its requests with it")
+        return asked.result()
 
 
 async def _run_probes(client: Any, max_tokens: int) -> None:

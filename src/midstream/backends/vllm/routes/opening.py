@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from midstream.backends.fingerprints import fingerprints
-from midstream.core.backend import ModelFacts
 from midstream.core.errors import ModelLoadError
 from midstream.core.generation import CONSTRAINT_KINDS
 from midstream.core.ops import KINDS
 from midstream.formats import discovery
 from midstream.formats.artifacts import ArtifactRegistry
+from midstream.formats.held import Held
 
-from ..backend import eos_of
+from ..arguments import eos_of
+from ..facts import model_facts
 from ..plugin.activation import settings_of
 from ..requests import EngineSettings
 from .answering import Answering
 from .app import SAID, STATE
 from .engine import AsyncEngine
-from .held import Held
 
 
 async def opened(client: Any, state: Any, args: Any) -> None:
@@ -62,28 +62,18 @@ def _said(engine: AsyncEngine, settings: EngineSettings, args: Any) -> discovery
 
     client, found = engine.client, engine.facts
     config = client.model_config
-    tokenizer = None if config.skip_tokenizer_init else client.get_tokenizer()
-    facts = ModelFacts.of(
-        config.hf_config,
-        config.hf_text_config,
-        model_ref=config.model,
-        model_fingerprint=found.fingerprint,
-        dtype=str(config.dtype).removeprefix("torch."),
-        context_length=config.max_model_len,
-    )
+    facts = model_facts(config, config.model, found.fingerprint)
     template = getattr(args, "chat_template", None)
     with suppress(OSError, ValueError):  # a template itself is no name of a file
         template = Path(template).read_text() if template is not None else None
-    vocabulary = config.get_vocab_size()
     ends = eos_of(config.model, config.trust_remote_code)
-    grammar = getattr(tokenizer, "eos_token_id", None)
     return discovery.Capabilities(
         versions=discovery.Versions(wire=discovery.WIRE, midstream=version("midstream"), engine=str(vllm.__version__)),
         backend="vllm",
         model=discovery.Model(
             facts=asdict(facts),
-            fingerprints=asdict(fingerprints(config.hf_config, config.model, tokenizer, template)),
-            eos=tuple(sorted(one for one in ends if one < vocabulary)),
+            fingerprints=asdict(fingerprints(config.hf_config, config.model, engine.tokenizer, template)),
+            eos=tuple(sorted(one for one in ends if one < engine.vocabulary)),
         ),
         capture=discovery.Capture(
             layouts={
@@ -93,11 +83,11 @@ def _said(engine: AsyncEngine, settings: EngineSettings, args: Any) -> discovery
             refused=dict(found.refused),
         ),
         interventions=tuple(KINDS),
-        constraints=() if tokenizer is None else CONSTRAINT_KINDS,
+        constraints=CONSTRAINT_KINDS if engine.has_tokenizer else (),
         engine=discovery.Engine(
-            vocabulary=vocabulary,
-            has_tokenizer=tokenizer is not None,
-            grammar_eos=() if grammar is None else (grammar,),
+            vocabulary=engine.vocabulary,
+            has_tokenizer=engine.has_tokenizer,
+            grammar_eos=tuple(engine.grammar_eos),
             lora=client.vllm_config.lora_config is not None,
             ranks=len(found.folders),
         ),

@@ -13,20 +13,40 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-from midstream.core.errors import CaptureError, FileFormatError
+from midstream.core.capture import CaptureSpec
+from midstream.core.errors import CaptureError
 from midstream.core.generation import GenerationParams
 from midstream.core.select import SelectSpec
 from midstream.formats.activations import Activations, Stack
 from midstream.taps.segments import Place
+from midstream.taps.step import whole_sequence
 
 from ..calls import Request
+from ..checks import Layouts, captured
 from ..rendering import sampling_fields, structured_fields
 from ..requests import KEY
-from ..rows import Collected, Segmented
+from ..rows import Collected, Segmented, check_rows
 
 _NEUTRAL: Final = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "add_special_tokens": False}
 """Fields that a server would fill from its model's own defaults."""
 _ID: Final = "token_id:"
+
+
+class UnfitAnswerError(CaptureError):
+    """An answer that is not of the form that was asked for."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"Inference's answer does not fit the request: {what}")
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """While an answer is read: what it lacks, or has in another form, is an UnfitAnswerError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UnfitAnswerError(f"{said:.200}") from error
 
 
 def body_of(
@@ -40,10 +60,8 @@ def body_of(
         if request.decided is not None:
             own["decided"] = dict(request.decided)
     xargs: dict[str, Any] = {KEY: _text(own)}
-    if request.capture is not None:
-        # a choice after the first has the first one's rows of the prompt
-        select = SelectSpec.generated_of(request.capture.select) if request.first else request.capture.select
-        xargs["capture"] = _text(request.capture.model_copy(update={"select": select}).canonical())
+    if (capture := capture_of(request)) is not None:
+        xargs["capture"] = _text(capture.canonical())
         xargs["activations_transport"] = "binary"
     if job.spec is not None:
         xargs["steering"] = job.spec.canonical_json()
@@ -59,6 +77,29 @@ def body_of(
         "stream": stream,
         "vllm_xargs": xargs,
     }
+
+
+def capture_of(request: Request) -> CaptureSpec | None:
+    """What is captured of a request; a choice after the first has the first one's rows of the prompt."""
+    if request.capture is None or not request.first:
+        return request.capture
+    return request.capture.model_copy(update={"select": SelectSpec.generated_of(request.capture.select)})
+
+
+def check_fit(request: Request, found: Activations, facts: Layouts) -> None:
+    """UnfitAnswerError unless activations are of the places and rows that a request asked for, which has its output."""
+    capture = capture_of(request)
+    assert capture is not None
+    layouts = captured(capture, facts)
+    wanted = {(site, layer): of.width for site, layers in layouts.items() for layer, of in layers.items()}
+    came = {(one.site, layer): one.tensor.shape[-1] for one in found.stacks for layer in one.layers}
+    if came != wanted:
+        raise UnfitAnswerError(f"{len(wanted)} places were asked for, and {len(came)} came, or of other widths")
+    rows = whole_sequence(request.consumed, len(request.job.prompt.token_ids))
+    try:
+        check_rows(found.position, found.token_id, rows, capture.select)
+    except CaptureError as error:
+        raise UnfitAnswerError(str(error)) from None
 
 
 def _text(value: Mapping[str, Any]) -> str:
@@ -82,15 +123,12 @@ class Said:
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> Said:
-        """An answer in one piece; FileFormatError for what is none of ours."""
-        try:
-            (choice,) = answer["choices"]
-            output = _output(choice["token_ids"], choice.get("logprobs"))
-            output.finish_reason, output.stop_reason = choice["finish_reason"], choice.get("stop_reason")
-            prompt = _prompt_logprobs(choice.get("prompt_logprobs"))
-            return cls([output], prompt, True, _described(answer), answer.get("activations"))
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(f"the server's answer lacks something: {error!r:.120}") from error
+        """An answer in one piece."""
+        (choice,) = answer["choices"]
+        output = _output(choice["token_ids"], choice.get("logprobs"))
+        output.finish_reason, output.stop_reason = choice["finish_reason"], choice.get("stop_reason")
+        prompt = _prompt_logprobs(choice.get("prompt_logprobs"))
+        return cls([output], prompt, True, _described(answer), answer.get("activations"))
 
 
 class Growing:
@@ -141,9 +179,9 @@ def _prompt_logprobs(found: Sequence[Mapping[str, Any] | None] | None) -> list[A
 
 
 def _described(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was done to a request, as a worker says it; CaptureError where a server did not hear what was asked."""
+    """What was done to a request, as a worker says it."""
     if KEY not in answer:
-        raise CaptureError("the server answered without our plugin's word: is it a proxy that drops vllm_xargs?")
+        raise UnfitAnswerError("the server answered without our plugin's word: is it a proxy that drops vllm_xargs?")
     found = answer[KEY]
     steering = [
         [one["op"], one["kind"], one["site"], one["layer"], one["computed"], one["relative"], one["skipped"]]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from midstream.backends.fingerprints import Fingerprints, weights
 from midstream.core.errors import EngineError, ModelLoadError, SpecError, TransportError
-from midstream.formats.discovery import WIRE, Capabilities
+from midstream.formats.discovery import OWN_ENGINE, WIRE, Capabilities
 
 from ..engine import check_version
 from .pool import Pool
@@ -67,7 +67,8 @@ async def _one(server: Server, model: str | None) -> Found:
         capabilities = Capabilities.of(said)
     except SpecError as error:
         raise ModelLoadError(f"{server.base_url} says what is not understood here: {error}") from error
-    check_version(capabilities.versions.engine, f"{server.base_url}: ")
+    if not capabilities.versions.engine.startswith(OWN_ENGINE):
+        check_version(capabilities.versions.engine, f"{server.base_url}: ")
     return Found(await _model(server, model), capabilities)
 
 

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from midstream.core.backend import BackendCapabilities, ModelFacts, Progress, Tokens
+from midstream.core.backend import Progress, Tokens
 from midstream.core.errors import PromptError, spec_error
 from midstream.core.generation import GenerationParams
 from midstream.core.prompts import PreparedPrompt
-from midstream.core.sites import Site, SiteLayout
 from midstream.formats.artifacts import ArtifactRegistry
 
 from ..calls import Request, Settle
 from ..jobs import Rendered
-from ..reuse import RowStore
 from ..session import EngineSession
 from .answers import Downloaded
-from .calls import Asking, ServedCall
-
-
-@dataclass(frozen=True, eq=False)
-class ServedFacts:
-    """What servers say of their model's sites."""
-
-    layouts: Mapping[Site, Mapping[int, SiteLayout]]
-    refused: Mapping[Site, str]
-
-
-@dataclass(frozen=True, eq=False)
-class ServedHost:
-    """An engine behind a server, which keeps its own rows for reuse."""
-
-    facts: ServedFacts
-    vocabulary: int
-    has_tokenizer: bool
-    store: RowStore = field(default_factory=lambda: RowStore(1, 0))
-
-    def release(self, ids: Sequence[str]) -> None:
-        """A server lets go of rows itself."""
+from .calls import ServedCall
+from .loop import Loop
+from .reaching import Reached
 
 
 class ServedSession(EngineSession):
@@ -47,17 +24,23 @@ class ServedSession(EngineSession):
 
     def __init__(
         self,
-        asking: Asking,
-        host: ServedHost,
-        facts: ModelFacts,
-        tokenizer: Any,
+        loop: Loop,
+        reached: Reached,
         registry: ArtifactRegistry,
-        capabilities: Callable[[], BackendCapabilities],
         on_close: Callable[[], None],
     ) -> None:
         self._downloaded = Downloaded()
-        super().__init__(host, facts, asking.eos, tokenizer, registry, capabilities, on_close, self._downloaded)
-        self._asking = asking
+        self._loop, self._asking = loop, reached.asking
+        super().__init__(
+            reached.host,
+            reached.facts,
+            reached.asking.eos,
+            reached.tokenizer,
+            registry,
+            lambda: reached.capabilities,
+            on_close,
+            self._downloaded,
+        )
 
     def _call(
         self,
@@ -72,7 +55,9 @@ class ServedSession(EngineSession):
             raise spec_error("E_UNKNOWN_KIND", "generation.prompt_logprobs", message)
         tokens = Tokens(sum(len(request.job.ids) + params.max_tokens for request in requests), progress)
         artifacts = self._artifacts_of(requests)
-        return ServedCall(self._asking, params, requests, settle, self._downloaded, artifacts, tokens.add, stream)
+        return ServedCall(
+            self._loop, self._asking, params, requests, settle, self._downloaded, artifacts, tokens.add, stream
+        )
 
     def _rendered(self, prompts: Sequence[PreparedPrompt]) -> tuple[list[PreparedPrompt], list[Rendered | None]]:
         for index, prompt in enumerate(prompts):
