@@ -132,6 +132,8 @@ bench-vllm: $(STAMP) $(VSTAMP) ## measure the speed of taps in a vLLM engine and
 	@$(BIN)/python benchmarks/publish.py files
 	@$(BIN)/python benchmarks/serving.py
 	@$(BIN)/python benchmarks/publish.py served
+	@$(BIN)/python benchmarks/api.py
+	@$(BIN)/python benchmarks/publish.py api
 
 gpu-check: ## on a machine with a GPU: captures and steers under CUDA graphs, and their speed (GPU_PYTHON: with a vLLM)
 	@$(GPU_PYTHON) tools/gpu_check.py

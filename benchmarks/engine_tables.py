@@ -161,6 +161,60 @@ def render_served(figures: dict) -> str:
     )
 
 
+# What is measured, in words; the run; the run that it is compared with; the aim.
+API = (
+    ("completions, 16 at a time, of one by one", "api: generate", "api: one by one", "≥ 3", 3.0),
+    ("completions, of the engine called in process", "api: generate", "engine: engine", "≥ 0.90", 0.9),
+    ("one layer inside the answer, of none", "api: one layer", "api: generate", "≥ 0.90", 0.9),
+    ("one layer by handle, of none", "api: one layer, by handle", "api: generate", "", None),
+    ("all layers by handle, of none", "api: all layers, by handle", "api: generate", "", None),
+    ("bytes of all layers, of base64 in JSON, on the server's side", "transport: bytes", "transport: base64", "≥ 5", 5),
+)
+_LENS = (("one layer", "one layer, by handle"), ("all layers", "all layers, by handle"))
+
+
+def render_api(figures: dict) -> str:
+    """Return all that stands between the marks."""
+    runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
+    settings, versions = figures["settings"], figures["versions"]
+    count = min(map(len, runs.values()))
+    about = (
+        f"SmolLM2-135M in bfloat16; {settings['prompts']} prompts of {settings['tokens']} tokens and 16 new ones, 16 "
+        f"at a time. Server and client share two cores of {versions['processor']}; torch {versions['torch']}. {count} "
+        f"repetitions in turns, medians with their {median_interval([0.0] * count).coverage:.0%} interval, an aim is "
+        "met when the interval reaches it. *Row error* as above; transformers' own forward in bfloat16 has "
+        f"{error_of(figures, 'plain')}."
+    )
+    rows: list[tuple[str, ...]] = []
+    for what, subject, other, aimed, aim in API:
+        if subject in runs and other in runs:
+            wall = ratio(runs[other], runs[subject], "wall")
+            done = "" if aim is None else met(wall.reaches(aim))
+            rows.append((what, shown(wall), aimed, done, error_of(figures, subject)))
+    for theirs, ours in _LENS:
+        for kind, words in (("api", "embedded"), ("vllm", "`--backend vllm`")):
+            if f"{kind}: {ours}" in runs and f"lens: {theirs}" in runs:
+                wall = ratio(runs[f"lens: {theirs}"], runs[f"{kind}: {ours}"], "wall")
+                what = f"{theirs}, all rows, {words}, of vllm-lens' server"
+                rows.append((what, shown(wall), "> 1", met(wall.reaches(1.0)), error_of(figures, f"{kind}: {ours}")))
+    skipped = [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
+    absolute = [
+        (name, shown(median_interval([one.rows / one.wall for one in of]), "{:,.0f}"),
+         shown(median_interval([one.wall for one in of])))
+        for name, of in runs.items()
+    ]  # fmt: skip
+    head = ("Speed of `midstream serve`", "Wall", "Aim", "Met", "Row error")
+    return "\n\n".join(
+        [
+            about,
+            table(head, rows),
+            *skipped,
+            "### The same runs in absolute figures (rows; of transports, MB)\n\n"
+            + table(("Run", "Per second", "Seconds"), absolute),
+        ]
+    )
+
+
 def render_cases(figures: dict) -> str:
     """Return all that stands between the marks."""
     versions = figures["versions"]

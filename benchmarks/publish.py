@@ -1,6 +1,6 @@
 """Write the figures of the last runs of the benchmarks into docs/benchmarks.md, between their marks.
 
-python benchmarks/publish.py capture|generate|vllm|cases|files|served [--figures FILE] [--print]
+python benchmarks/publish.py capture|generate|vllm|cases|files|served|api [--figures FILE] [--print]
 """
 
 import argparse
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from engine_tables import render_cases, render_files, render_served, render_vllm
+from engine_tables import render_api, render_cases, render_files, render_served, render_vllm
 from measure import Timing, median_interval, ratio
 from tables import error_of, met, shown, table
 
@@ -241,6 +241,7 @@ RENDERERS = {
     "cases": render_cases,
     "files": render_files,
     "served": render_served,
+    "api": render_api,
 }
 
 

@@ -11,15 +11,9 @@ import argparse
 import functools
 import json
 import os
-import signal
-import socket
-import subprocess
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +21,15 @@ from typing import Any
 import torch
 from capture import RESULTS, environment_facts, tell
 from engines import VLLM_PYTHON, lens_python
-from environments import HERE, Unavailable
+from environments import Unavailable
 from measure import Timing, take_turns
-from peer_process import LineProcess
 from prompts import make_prompts
 from reference import plain_rows, row_error
+from servers import ClientProcess, ServerProcess, free_port
 
 from midstream.backends.bundled import smollm2_path
 
 KINDS = ("plain", "midstream", "lens")
-BOOT_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -51,80 +44,20 @@ class Settings:
     torch: str
 
 
-class ServerProcess:
-    """One server; Unavailable where it does not come up."""
-
-    def __init__(self, kind: str, python: Path, scratch: Path) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        own = ["-c", "from midstream.cli import main; main()", "vllm-serve"]
-        start = own if kind == "midstream" else ["-m", "vllm.entrypoints.cli.main", "serve"]
-        given = {
-            "--dtype": "bfloat16", "--max-model-len": "2048", "--kv-cache-memory-bytes": str(1 << 28),
-            "--max-num-batched-tokens": "2048", "--max-num-seqs": "64", "--port": str(port), "--host": "127.0.0.1",
-        }  # fmt: skip
-        words = [str(python), *start, str(smollm2_path()), *(word for pair in given.items() for word in pair)]
-        plugins = {} if kind == "midstream" else {"VLLM_PLUGINS": "activations" if kind == "lens" else ""}
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        log = scratch / f"{kind}-server.log"
-        with log.open("w") as out:
-            self._process = subprocess.Popen(
-                [*words, "--enforce-eager", "--no-enable-prefix-caching"],
-                stdout=out,
-                stderr=out,
-                # no OMP_NUM_THREADS: vLLM keeps a core for the server itself, and two threads on the other are slow
-                env=kept | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | plugins,
-                start_new_session=True,
-            )
-        until = time.monotonic() + BOOT_SECONDS
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > until:
-                self.close()
-                raise Unavailable((log.read_text().strip().splitlines() or [f"{kind} said nothing"])[-1])
-            time.sleep(0.5)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return answer.status == 200
-        except (OSError, urllib.error.URLError):
-            return False
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """While open it runs; else it is stopped, for an idle server of vLLM takes a fifth of a core."""
-        os.killpg(self._process.pid, signal.SIGCONT)
-        try:
-            yield
-        finally:
-            os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGCONT)
-            os.killpg(self._process.pid, signal.SIGTERM)
-            try:
-                self._process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-
-class ClientProcess(LineProcess):
-    """A client of a server."""
-
-    def __init__(
-        self, kind: str, server: ServerProcess, python: Path, prompts: Path, threads: int, scratch: Path
-    ) -> None:
-        script = HERE / "peers" / "served_client.py"
-        super().__init__(kind, [python, script, kind, server.url, prompts, threads], threads, scratch)
-        self.subjects: list[str] = self.ready["subjects"]
-        self.server = server
-
-    def run(self, subject: str) -> Timing:
-        with self.server.awake():
-            return self.timed(subject=subject)
+def server_process(kind: str, python: Path, scratch: Path) -> ServerProcess:
+    """A `vllm serve`: plain, with our plugin, or with vllm-lens'."""
+    port = free_port()
+    own = ["-c", "from midstream.cli import main; main()", "vllm-serve"]
+    start = own if kind == "midstream" else ["-m", "vllm.entrypoints.cli.main", "serve"]
+    given = {
+        "--dtype": "bfloat16", "--max-model-len": "2048", "--kv-cache-memory-bytes": str(1 << 28),
+        "--max-num-batched-tokens": "2048", "--max-num-seqs": "64", "--port": str(port), "--host": "127.0.0.1",
+    }  # fmt: skip
+    words = [python, *start, smollm2_path(), *(word for pair in given.items() for word in pair)]
+    plugins = {} if kind == "midstream" else {"VLLM_PLUGINS": "activations" if kind == "lens" else ""}
+    # no OMP_NUM_THREADS: vLLM keeps a core for the server itself, and two threads on the other are slow
+    variables = {"VLLM_LOGGING_LEVEL": "WARNING"} | plugins
+    return ServerProcess(kind, [*words, "--enforce-eager", "--no-enable-prefix-caching"], port, scratch, variables)
 
 
 def main() -> None:
@@ -146,7 +79,7 @@ def main() -> None:
             tell(f"{kind}: booting")
             try:
                 python = lens_python(settings.torch) if kind == "lens" else VLLM_PYTHON
-                server = ServerProcess(kind, python, scratch)
+                server = server_process(kind, python, scratch)
                 stack.callback(server.close)
                 clients[kind] = ClientProcess(kind, server, python, file, settings.threads, scratch)
             except Unavailable as reason:

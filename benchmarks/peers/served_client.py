@@ -1,6 +1,6 @@
 """A client of one server, asked in turn: one JSON object per line, a request on stdin, its answer on stdout.
 
-    python peers/served_client.py plain|midstream|lens URL PROMPTS THREADS
+    python peers/served_client.py plain|midstream|api|engine|lens URL PROMPTS THREADS
 
     {"do": "run", "subject": "one layer"}  ->  {"wall": 1.9, "cpu": 0.7, "rows": 9152}
     {"do": "rows", "subject": "all layers", "file": "…", "prompts": [3, 7]}  ->  tensors "<prompt>.<layer>" in the file
@@ -100,6 +100,83 @@ class Client:
 
         return asyncio.run(run())
 
+    # --- midstream serve, over plain HTTP; and its engine without a server
+
+    def _api(self) -> None:
+        self.subjects |= {
+            "one by one": lambda: self._asked({}, concurrency=1),
+            "generate": lambda: self._asked({}),
+            "one layer": lambda: self._asked({"output_residual_stream": [MIDDLE]}),
+            "one layer, by handle": lambda: self._asked(
+                {"output_residual_stream": [MIDDLE], "activations_transport": "binary"}
+            ),
+            "all layers, by handle": lambda: self._asked(
+                {"output_residual_stream": True, "activations_transport": "binary"}
+            ),
+        }
+
+    def _asked(self, more: dict[str, Any], concurrency: int = CONCURRENCY) -> Rows:
+        return asyncio.run(self._ask_all(more, concurrency))
+
+    async def _ask_all(self, more: dict[str, Any], concurrency: int) -> Rows:
+        import httpx2
+
+        from midstream.formats.activations import HeldTensor
+        from midstream.formats.wire import decode_tensor
+
+        room, rows = asyncio.Semaphore(concurrency), [torch.empty(0)] * len(self.prompts)
+        limits = httpx2.Limits(max_connections=concurrency)
+        async with httpx2.AsyncClient(base_url=self.url, timeout=600, limits=limits) as client:
+
+            async def one(place: int) -> None:
+                body = {"prompt": self.prompts[place], "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+                async with room:
+                    answer = (await client.post("/v1/completions", json=body | more)).raise_for_status().json()
+                    found = answer.get("activations", {}).get("residual_stream")
+                    if found is None:
+                        return
+                    if "data" in found:
+                        rows[place] = decode_tensor(found)
+                        return
+                    held = HeldTensor.of(found)
+                    path, none = f"/v1/activations/{held.handle}", {"compression": "none"}
+                    data = (await client.get(path, params=none, headers={"accept-encoding": "identity"})).content
+                    rows[place] = torch.frombuffer(bytearray(data), dtype=held.torch_dtype).view(held.shape)
+                    await client.delete(path)
+
+            await asyncio.gather(*map(one, range(len(self.prompts))))
+        layers = more.get("output_residual_stream")
+        if layers is None:
+            return {}
+        layers = list(range(len(rows[0]))) if layers is True else layers
+        return {layer: [of[place] for of in rows] for place, layer in enumerate(layers)}
+
+    def _engine(self) -> None:
+        from midstream.backends.bundled import smollm2_path
+        from midstream.backends.huggingface.continuous.engine import EmbeddedEngine
+        from midstream.core.backend import BackendSpec
+
+        self.loop = asyncio.new_event_loop()
+        self.engine = EmbeddedEngine(BackendSpec("huggingface", str(smollm2_path())))
+        self.loop.run_until_complete(self.engine.start())
+        self.subjects["engine"] = lambda: self.loop.run_until_complete(self._run_all())
+
+    async def _run_all(self) -> Rows:
+        from midstream.backends.serving import ServedRequest
+        from midstream.core.generation import GenerationParams
+        from midstream.core.prompts import PreparedPrompt
+
+        params = GenerationParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+        room = asyncio.Semaphore(CONCURRENCY)
+
+        async def one(ids: list[int]) -> None:
+            async with room:
+                async for _ in self.engine.run(ServedRequest(PreparedPrompt(tuple(ids)), params)):
+                    pass
+
+        await asyncio.gather(*map(one, self.prompts))
+        return {}
+
     # --- vllm-lens
 
     def _lens(self) -> None:
@@ -116,6 +193,7 @@ class Client:
         from vllm_lens import decode_activations
 
         decoding = Lock()  # the client has one decompressor for all threads, which two at a time crash
+        self.client._session.close()  # connections of the run before, which the server may have given up meanwhile
 
         def one(ids: list[int]) -> torch.Tensor:
             xargs = {"output_residual_stream": json.dumps(layers), "activations_transport": "binary"}
