@@ -21,7 +21,7 @@ from midstream.taps.locate import TapMap
 from midstream.taps.passes import Passes
 from midstream.taps.recorder import Recorded, RecordedRequest, Recorder, check_memory
 
-from .decoding import Growing
+from .choosing import Growing
 from .facts import compute_dtype, fingerprint
 from .forward import Done, run_multimodal, run_prompts
 from .generating import completions, failing_alone, steering_receipts

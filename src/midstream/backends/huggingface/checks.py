@@ -47,7 +47,8 @@ def check_prompts(model: Any, prompts: Sequence[PreparedPrompt], max_tokens: int
                 f"prompt {index} has {length} tokens and max_tokens is {max_tokens}: past {boundary} positions this "
                 "model turns its rows by other frequencies, which no cache crosses; use fewer max_tokens"
             )
-        _check_multimodal(model, index, prompt.multi_modal_data)
+        if prompt.multi_modal_data:
+            _check_multimodal(model, index, prompt.multi_modal_data)
 
 
 def _check_multimodal(model: Any, index: int, data: Mapping[str, Any]) -> None:

@@ -18,7 +18,8 @@ from midstream.taps.locate import TapMap
 from midstream.taps.passes import Passes
 from midstream.taps.steerer import Steerer
 
-from .decoding import DECODE_BUDGET, LOGIT_BUDGET, DecodeLoop, Growing, Stopping, decode_batches, model_eos_ids
+from .choosing import Growing, Stopping
+from .decoding import DECODE_BUDGET, LOGIT_BUDGET, DecodeLoop, decode_batches, model_eos_ids
 from .entries import hooked
 from .forward import Done, rotary_boundary, split_at
 from .jobs import Job

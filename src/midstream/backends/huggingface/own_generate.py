@@ -16,7 +16,8 @@ from midstream.core.op import Op
 from midstream.core.sites import Site
 from midstream.taps.locate import TapMap
 
-from .decoding import Growing, Stopping, model_eos_ids
+from .choosing import Growing, Stopping
+from .decoding import model_eos_ids
 from .entries import Follower, hooked
 from .forward import fresh_positions, input_device, moved
 from .jobs import Job

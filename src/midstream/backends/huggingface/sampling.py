@@ -20,7 +20,10 @@ def pick_tokens(scores: Tensor, params: GenerationParams, generators: Sequence[t
     if forced or (params.is_greedy and all(generator is None for generator in generators)):
         return scores.argmax(-1).tolist()
     likeliest_ids = scores.argmax(-1, keepdim=True)
-    scores = _restricted(scores / (1.0 if params.temperature is None else params.temperature), params)
+    if params.temperature is not None:  # of what is below the best, so that no temperature is too small for a float
+        least = torch.finfo(scores.dtype).tiny
+        scores = (scores - scores.amax(-1, keepdim=True)) / max(params.temperature, least)
+    scores = _restricted(scores, params)
     probabilities = scores.softmax(-1)
     drawn = [
         # without parameters of their own, items that have a seed sample, and the others are greedy
@@ -51,6 +54,7 @@ def _restricted(scores: Tensor, params: GenerationParams) -> Tensor:
         ordered, places = scores.sort(-1, descending=True)
         mass = ordered.softmax(-1).cumsum(-1)
         beyond = mass - ordered.softmax(-1) >= params.top_p
+        beyond[:, 0] = False
         scores = scores.masked_fill(beyond.gather(-1, places.argsort(-1)), -torch.inf)
     return scores
 

@@ -8,7 +8,8 @@ from typing import Any
 from midstream.core.stream import Chunk
 from midstream.core.text import Settled, decoder
 
-from .decoding import DecodeLoop, Growing
+from .choosing import Growing
+from .decoding import DecodeLoop
 from .forward import fresh_positions
 
 
