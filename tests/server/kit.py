@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -43,6 +44,7 @@ class Serve:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **self.variables},
+                start_new_session=True,  # an engine beside it goes with it
             )
         until = time.monotonic() + BOOT
         while not self.ready():
@@ -69,7 +71,7 @@ class Serve:
     def kill(self) -> None:
         """As the machine's failure does it."""
         assert self._process is not None
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def stop(self, within: float = 60) -> int:
@@ -80,7 +82,11 @@ class Serve:
         return self._process.wait(within)
 
     def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.stop(20)
+        with contextlib.suppress(ProcessLookupError):
             self.kill()
 
     def client(self, key: str = "any", **given: Any) -> httpx2.Client:

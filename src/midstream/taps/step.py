@@ -98,6 +98,15 @@ def in_reach(select: SelectSpec | None, prompt: Sequence[int], prompt_len: int, 
     return count + (max_tokens - 1 if generates else 0)
 
 
+def check_rows(position: Ints, token_id: Ints, rows: StepBatch, select: SelectSpec | None) -> None:
+    """CaptureError unless some rows are those that are selected of a sequence, of its tokens (−1: unknown)."""
+    wanted = np.flatnonzero(resolve(select, rows))
+    if not np.array_equal(position, wanted):
+        raise CaptureError(f"{len(wanted)} rows were selected, and {len(position)} came")
+    if ((token_id >= 0) & (token_id != rows.token_id[position])).any():
+        raise CaptureError("a row consumed another token than its label says")
+
+
 def check_fired(fired: set[tuple[Site, int]], place: tuple[Site, int], size: int, expected: int) -> None:
     """Note that a tap fired in a pass; CaptureError for one with other rows than the pass, or that fires again."""
     if size != expected or place in fired:

@@ -14,7 +14,6 @@ from safetensors import deserialize
 from torch import Tensor
 
 from midstream.core.errors import CaptureError, MidstreamError, spec_error
-from midstream.core.select import SelectSpec, resolve
 from midstream.taps.pages import PAGES
 from midstream.taps.recorder import Recorder
 from midstream.taps.segments import Column, Place, mapped
@@ -65,15 +64,6 @@ def error_of(described: Mapping[str, Any]) -> MidstreamError | None:
     if "code" in found:
         return spec_error(found["code"], found["path"], found["message"])
     return CaptureError(found["message"])
-
-
-def check_rows(position: Ints, token_id: Ints, rows: StepBatch, select: SelectSpec | None) -> None:
-    """CaptureError unless some rows are those that are selected of a sequence, of its tokens (−1: unknown)."""
-    wanted = np.flatnonzero(resolve(select, rows))
-    if not np.array_equal(position, wanted):
-        raise CaptureError(f"{len(wanted)} rows were selected, and {len(position)} came")
-    if ((token_id >= 0) & (token_id != rows.token_id[position])).any():
-        raise CaptureError("a row consumed another token than its label says")
 
 
 class Segmented:

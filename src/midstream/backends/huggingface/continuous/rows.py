@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from midstream.core.capture import CaptureReceipt
-from midstream.core.errors import CaptureError
-from midstream.core.select import SelectSpec, resolve
+from midstream.core.select import SelectSpec
 from midstream.core.sites import Site
 from midstream.formats.activations import Activations, Stack
 from midstream.taps.pages import PAGES
 from midstream.taps.segments import ALIGNMENT, TARGET_BYTES, Column, Place, Segment, Segments
-from midstream.taps.step import StepBatch
+from midstream.taps.step import StepBatch, check_rows
 from midstream.taps.storage import copy_rows
 from midstream.taps.stream import index_of
 from midstream.taps.tape import Taken
@@ -73,11 +72,7 @@ class Rows:
 
     def check(self, select: SelectSpec | None) -> None:
         """CaptureError: a row that was selected did not come, or consumed another token than its label says."""
-        wanted = np.flatnonzero(resolve(select, self.sequence))
-        if not np.array_equal(self.taken.position, wanted):
-            raise CaptureError(f"{len(wanted)} rows were selected, and {len(self.taken.position)} came")
-        if (self.taken.token_id != self.sequence.token_id[wanted]).any():
-            raise CaptureError("a row consumed another token than its label says")
+        check_rows(self.taken.position, self.taken.token_id, self.sequence, select)
 
     def activations(self) -> Activations:
         """A copy of them, layers that differ in width or type apart; takes a while, and may be called in a thread."""

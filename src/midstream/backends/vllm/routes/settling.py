@@ -22,11 +22,11 @@ from midstream.core.errors import EngineError, MidstreamError
 from midstream.core.interventions import OpReceipt
 from midstream.core.sites import Site, SiteLayout
 from midstream.formats.activations import Activations
-from midstream.taps.step import StepBatch, whole_sequence
+from midstream.taps.step import StepBatch, check_rows, whole_sequence
 
 from ..calls import op_receipts
 from ..requests import EngineRequest
-from ..rows import Collected, Segmented, check_rows, error_of
+from ..rows import Collected, Segmented, error_of
 from .engine import AsyncEngine
 from .gathering import gathered
 

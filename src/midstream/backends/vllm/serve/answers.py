@@ -19,13 +19,13 @@ from midstream.core.generation import GenerationParams
 from midstream.core.select import SelectSpec
 from midstream.formats.activations import Activations, Stack
 from midstream.taps.segments import Place
-from midstream.taps.step import whole_sequence
+from midstream.taps.step import check_rows, whole_sequence
 
 from ..calls import Request
 from ..checks import Layouts, captured
 from ..rendering import sampling_fields, structured_fields
 from ..requests import KEY
-from ..rows import Collected, Segmented, check_rows
+from ..rows import Collected, Segmented
 
 _NEUTRAL: Final = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "add_special_tokens": False}
 """Fields that a server would fill from its model's own defaults."""
