@@ -208,3 +208,41 @@ def test_sigterm_finishes_what_runs(tiny: Path, tmp_path: Path) -> None:
         assert server.stop() == 0
     finally:
         server.close()
+
+
+def test_a_job_that_is_cancelled_ends_and_pays_nothing(keyed: Keyed) -> None:
+    body = {"prompt": "hello", "temperature": 0, "max_tokens": 240, "ignore_eos": True}
+    with keyed.client("all") as client:
+        before = client.get("/v1/budget").json()
+        made = client.post("/v1/jobs", json={"body": body}).json()
+        until = time.monotonic() + 20
+        while client.get(f"/v1/jobs/{made['id']}").json()["status"] == "queued":
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert client.delete(f"/v1/jobs/{made['id']}").status_code == 204
+        while (budget := client.get("/v1/budget").json())["held"]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert budget["spent"] == before["spent"]
+
+
+def test_a_batch_that_is_cancelled(keyed: Keyed) -> None:
+    lines = [
+        {"custom_id": str(place), "url": "/v1/completions",
+         "body": {"prompt": "hello", "temperature": 0, "max_tokens": 240, "ignore_eos": True}}
+        for place in range(40)
+    ]  # fmt: skip
+    content = "\n".join(map(json.dumps, lines)).encode()
+    with keyed.client("all") as client:
+        file = client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"}).json()
+        given = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = client.post("/v1/batches", json=given).json()
+        found = client.post(f"/v1/batches/{batch['id']}/cancel").json()
+        assert found["status"] == "cancelled"
+        assert found["request_counts"]["total"] == 40
+        assert found["request_counts"]["completed"] + found["request_counts"]["failed"] == 40
+        refused(client.post(f"/v1/batches/{batch['id']}/cancel"), 409)
+        until = time.monotonic() + 20
+        while client.get("/v1/budget").json()["held"]:
+            assert time.monotonic() < until
+            time.sleep(0.05)

@@ -16,13 +16,14 @@ import anyio
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
 from midstream.core.errors import MidstreamError, json_path
 
 from .api import Api
 from .batches import Batches
-from .errors import ApiError, refusal
+from .errors import ApiError, database_refusal, refusal
 from .routes import activations, artifacts, completions, files, jobs, models, usage
 from .schema import describe
 from .working import Working
@@ -74,6 +75,12 @@ def _refusals(app: FastAPI) -> None:
         found = refusal(error)
         if found.status == 500:
             _LOG.error("unexpected", exc_info=error)
+        return JSONResponse(found.body(REQUEST_ID.get()), found.status, found.headers())
+
+    @app.exception_handler(OperationalError)
+    async def away(_: Request, error: OperationalError) -> JSONResponse:
+        _LOG.error("the database failed", exc_info=error)
+        found = database_refusal(error)
         return JSONResponse(found.body(REQUEST_ID.get()), found.status, found.headers())
 
     @app.exception_handler(RequestValidationError)

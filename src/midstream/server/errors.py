@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from sqlalchemy.exc import OperationalError
+
 from midstream.core.errors import (
     BusyError,
     CaptureError,
@@ -92,5 +94,14 @@ def refusal(error: MidstreamError) -> ApiError:
     if isinstance(error, EngineError):
         return ApiError(502, str(error))
     if isinstance(error, StorageError):
-        return ApiError(503, "the server's database is away: come again", after=5.0)
+        return _away()
     return ApiError(500, "something went wrong inside: quote the request id")
+
+
+def _away() -> ApiError:
+    return ApiError(503, "the server's database is away: come again", after=5.0)
+
+
+def database_refusal(error: OperationalError) -> ApiError:
+    """What a database says that cannot be written to, or is not reached."""
+    return StorageFullError() if "disk is full" in str(error.orig) or "No space left" in str(error.orig) else _away()

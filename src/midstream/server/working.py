@@ -54,6 +54,7 @@ class Working:
     name: str = field(default_factory=lambda: f"worker-{secrets.token_hex(4)}")
     _claims: dict[str, tuple[str, asyncio.Task[Any]]] = field(default_factory=dict[str, Any])
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _look: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[Any])
 
     def start(self) -> None:
@@ -64,6 +65,10 @@ class Working:
     def told(self) -> None:
         """There is a job."""
         self._news.set()
+
+    def cancelled(self) -> None:
+        """Some jobs were cancelled: those that run here end now."""
+        self._look.set()
 
     async def stop(self) -> None:
         """Take no more; what runs goes back to the queue."""
@@ -152,7 +157,9 @@ class Working:
         """Renew leases well before they end, let go of what others left behind, and see to batches that are over."""
         api = self.api
         while True:
-            await asyncio.sleep(api.limits.lease_seconds / 4)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), api.limits.lease_seconds / 4)
+            self._look.clear()
             try:
                 if api.completing.renewing:
                     await to_thread.run_sync(api.ledger.renew, set(api.completing.renewing))

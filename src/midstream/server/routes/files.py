@@ -174,4 +174,6 @@ async def batch(batch_id: str, request: Request, key: Caller) -> dict[str, Any]:
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel(batch_id: str, request: Request, key: Caller) -> dict[str, Any]:
     """Run no more of it; what is done stays."""
-    return await to_thread.run_sync(_batches(request).cancel, key.id, batch_id)
+    found = await to_thread.run_sync(_batches(request).cancel, key.id, batch_id)
+    request.app.state.working.cancelled()
+    return found

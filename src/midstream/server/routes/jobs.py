@@ -62,12 +62,13 @@ async def result(job_id: str, api: TheApi, key: Caller) -> Response:
 
 
 @router.delete("/v1/jobs/{job_id}", status_code=204)
-async def delete(job_id: str, api: TheApi, key: Caller) -> Response:
+async def delete(job_id: str, request: Request, api: TheApi, key: Caller) -> Response:
     """Cancel a job if it has not ended, and forget it."""
     one = await _mine(api, key, job_id)
     if one.batch_id is not None:
         raise ApiError(409, f"{job_id} belongs to {one.batch_id}: cancel that")
     await to_thread.run_sync(api.jobs.cancel, job_id)
+    request.app.state.working.cancelled()
     await to_thread.run_sync(api.jobs.delete, job_id)
     return Response(status_code=204)
 
