@@ -44,6 +44,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "two choices captured": ({"n": 2, "output_residual_stream": [1]}, "n", "Set n to 1: activations"),
     "two choices steered": ({"n": 2, "steering": STEER}, "n", "Set n to 1: activations"),
     "two prompts captured": ({"prompt": ["a", "b"], "capture": {}}, "prompt", "Set n to 1: activations"),
+    "too many prompts": ({"prompt": ["a"] * 300}, "prompt", "at most 256"),
+    "too many choices": ({"prompt": ["a"] * 3, "n": 100}, "prompt", "at most 256"),
     "an unknown field": ({"capture": {"layer": [1]}}, "capture.layer", "unknown field"),
     "an unknown site": ({"capture": {"sites": ["residual"]}}, "capture.sites[0]", "no site"),
     "a site that the model has not": ({"capture": {"sites": ["router_logits"]}}, "sites", "router_logits"),

@@ -52,7 +52,6 @@ class Ask:
 
     served: Served
     body: Body
-    params: GenerationParams
     requests: Sequence[ServedRequest]
     asked: Asked | None
     row_bytes: int = 0
@@ -94,10 +93,15 @@ class Ask:
 def understood(body: Body, served: Served, limits: Limits) -> Ask:
     """What a body asks of a model; SpecError, PromptError or ApiError for what cannot be. Tokenises: for a thread."""
     asked = _asked(body)
-    prompts = _prompts(body, served)
+    count = 1 if not isinstance(body, CompletionBody) else len(body.prompt)
+    if (sequences := count * (body.n or 1)) > limits.sequences:
+        message = f"{count} prompts × n {body.n or 1} are {sequences} sequences; one request has at most "
+        raise ApiError(400, f"{message}{limits.sequences}: send several", "n" if count == 1 else "prompt")
     if asked is not None and (asked.capture is not None or asked.steering is not None):
-        _check_one_choice(body, len(prompts))
+        _check_one_choice(body, count)
+    prompts = _prompts(body, served)
     steering = served.steering if _says_nothing(body, asked) else None if asked is None else asked.steering
+    capture, prompt_len = (None, None) if asked is None else (asked.capture, asked.own.prompt_len)
     params = _params(body)
     requests: list[ServedRequest] = []
     for place, prompt in enumerate(prompts):
@@ -105,16 +109,11 @@ def understood(body: Body, served: Served, limits: Limits) -> Ask:
         for choice in range(body.n or 1):
             seed = None if body.seed is None else choice_seed(body.seed, choice)
             own = params.model_copy(update={"max_tokens": room, "seed": seed})
-            given = (
-                None if asked is None else asked.capture,
-                steering,
-                None if asked is None else asked.own.prompt_len,
-            )
-            requests.append(ServedRequest(prompt, own, *given))
+            requests.append(ServedRequest(prompt, own, capture, steering, prompt_len))
     row_bytes, rows = _check_capture(requests[0], served, asked, limits)
     for one in requests[:: body.n or 1]:
         served.engine.check(one)
-    return Ask(served, body, params, requests, asked, row_bytes, rows)
+    return Ask(served, body, requests, asked, row_bytes, rows)
 
 
 def _asked(body: Body) -> Asked | None:
@@ -130,22 +129,21 @@ def _says_nothing(body: Body, asked: Asked | None) -> bool:
 
 
 def _prompts(body: Body, served: Served) -> list[PreparedPrompt]:
-    tokenizer = served.engine.tokenizer
     if isinstance(body, ChatBody):
-        given: list[Any] = [[message.plain() for message in body.messages]]
-        name, special = "messages", True
+        param, forms = "messages", [{"messages": [message.plain() for message in body.messages]}]
+        special = True
     else:
         assert isinstance(body, CompletionBody)
-        given, name, special = body.prompt, "prompt", body.add_special_tokens
-    key = "messages" if name == "messages" else None
-    found: list[PreparedPrompt] = []
-    for place, one in enumerate(given):
-        form = {key or ("prompt" if isinstance(one, str) else "prompt_token_ids"): one, "cache_salt": body.cache_salt}
-        try:
-            found.append(prepare(form, tokenizer, index=place, add_special_tokens=special))
-        except PromptError as error:
-            raise ApiError(400, str(error), name) from error
-    return found
+        param, special = "prompt", body.add_special_tokens
+        forms = [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in body.prompt]
+    tokenizer = served.engine.tokenizer
+    try:
+        return [
+            prepare({**form, "cache_salt": body.cache_salt}, tokenizer, index=place, add_special_tokens=special)
+            for place, form in enumerate(forms)
+        ]
+    except PromptError as error:
+        raise ApiError(400, str(error), param) from error
 
 
 def _check_one_choice(body: Body, prompts: int) -> None:

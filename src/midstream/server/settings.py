@@ -34,6 +34,7 @@ class Limits(Wire):
     result_bytes: Int = _count(1 << 30, "bytes of jobs and their results that one key may keep")
     held_bytes: Int = _count(4 << 30, "bytes of activations that are made, or wait for whoever asked, in all")
     held_seconds: Number = _seconds(120.0, "for which a handle is kept")
+    sequences: Int = _count(256, "prompts × choices of one request")
     running: Int = _count(256, "requests of one key at a time")
     waiting: Int = _count(1024, "requests of all keys at a time")
     wait_seconds: Number = _seconds(30.0, "for which a request waits for room, before it is refused with 429")
