@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import midstream as ms
+from midstream.formats.artifacts import ArtifactRegistry
 from on_vllm.checkpoints import saved, wide
 from on_vllm.kit import ENGINE, Checkpoint, Engines
 from on_vllm.serving import Server, Servers
@@ -48,6 +49,12 @@ def servers(engines: Engines) -> Servers:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `small_server` keeps its artifacts."""
     return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> ArtifactRegistry:
+    """Where engines that serve find the tensors of specs."""
+    return ArtifactRegistry(tmp_path_factory.mktemp("registry"))
 
 
 @pytest.fixture(scope="session")

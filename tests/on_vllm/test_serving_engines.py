@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,59 +16,19 @@ import pytest
 import torch
 
 import midstream as ms
-from midstream.backends.serving import Ended, Grown, ServedRequest, ServingEngine
+from midstream.backends.serving import Ended, ServedRequest
 from midstream.backends.vllm.asynchronous import AsyncVllmEngine
 from midstream.backends.vllm.serve.upstream import UpstreamEngine
 from midstream.core.artifacts import Artifact, artifact_bytes
 from midstream.core.backend import BackendSpec
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import CaptureError, EngineError, ModelLoadError, PromptError, SpecError, TransportError
-from midstream.core.generation import GenerationParams, TokenLogprob, derive_seed
+from midstream.core.errors import CaptureError, EngineError, ModelLoadError, PromptError, SpecError
+from midstream.core.generation import derive_seed
 from midstream.core.interventions import InterventionSpec
-from midstream.core.prompts import PreparedPrompt
 from midstream.formats.artifacts import ArtifactRegistry
+from on_vllm.asked import PROMPTS, Said, heard, request, too_many, vector, waiting
 from on_vllm.kit import ENGINE, Engines, relative
-from on_vllm.proxy import Proxy, Reply, Seen, broken, on, proxied, status
-from on_vllm.serving import Server, Servers, ask, free_port
-
-RNG = np.random.default_rng(11)
-PROMPTS = [RNG.integers(3, 250, size=size).tolist() for size in (40, 7, 33, 64, 1, 20)]
-COMPLETIONS = "/v1/completions"
-
-
-@dataclass(frozen=True, eq=False)
-class Said:
-    """All that an engine said of one request."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    pieces: int
-    end: Ended
-
-
-async def heard(engine: ServingEngine, request: ServedRequest) -> Said:
-    grown: list[Grown] = []
-    end: Ended | None = None
-    async for piece in engine.run(request):
-        assert end is None, "nothing follows the last word"
-        if isinstance(piece, Ended):
-            end = piece
-        else:
-            grown.append(piece)
-    assert end is not None
-    ids = tuple(token for one in grown for token in one.token_ids)
-    return Said(ids, tuple(found for one in grown for found in one.logprobs or ()), len(grown), end)
-
-
-def request(
-    prompt: list[int],
-    capture: CaptureSpec | None = None,
-    steering: InterventionSpec | None = None,
-    prompt_len: int | None = None,
-    **given: Any,
-) -> ServedRequest:
-    params = GenerationParams(**{"max_tokens": 6, "ignore_eos": "constraint" not in given, **given})
-    return ServedRequest(PreparedPrompt(tuple(prompt)), params, capture, steering, prompt_len)
+from on_vllm.serving import Server, Servers, ask
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +55,6 @@ class Kit:
         return int(sum(float(line.split()[-1]) for line in lines))
 
 
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> ArtifactRegistry:
-    return ArtifactRegistry(tmp_path_factory.mktemp("registry"))
-
-
 @pytest.fixture(scope="module", params=["vllm", "upstream"])
 def kit(
     request: pytest.FixtureRequest,
@@ -122,10 +76,6 @@ def kit(
         finally:
             runner.run(engine.close())
             runner.run(engine.close())
-
-
-def vector(seed: int) -> torch.Tensor:
-    return torch.randn(128, generator=torch.Generator().manual_seed(seed))
 
 
 def rows_of(end: Ended) -> dict[tuple[str, int], torch.Tensor]:
@@ -298,9 +248,7 @@ def test_a_request_that_is_given_up_leaves_nothing_behind(kit: Kit) -> None:
                 (name,) = kit.engine._asked
                 assert kit.engine.counts == (1, 0)
         else:
-            task = asyncio.create_task(heard(kit.engine, asked))
-            while not await kit.at_work():
-                await asyncio.sleep(0.01)
+            (task,) = await waiting(kit.engine, asked)
             (name,) = kit.engine._asked
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -393,185 +341,13 @@ def test_what_vllm_refuses_is_refused_in_its_words(kit: Kit) -> None:
     assert kit.engine.well
 
 
-# --- servers upstream
-
-
-@pytest.fixture(scope="module")
-def server(bytes_llama: tuple[Path, ms.LanguageModel], servers: Servers) -> Server:
-    return servers.get(bytes_llama[0])
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    with proxied(server.url) as found:
-        yield found
-
-
-def upstream(scenario: Callable[[UpstreamEngine], Any], *urls: str, registry: ArtifactRegistry, **options: Any) -> Any:
-    """What a scenario gives, with an engine of its own."""
-
-    async def run() -> Any:
-        given = {"base_url": list(urls), "retry_backoff": 0.01, "max_retries": 0, **options}
-        engine = UpstreamEngine(BackendSpec("vllm-serve", "", given), registry=registry)
-        await engine.start()
-        try:
-            return await scenario(engine)
-        finally:
-            await engine.close()
-            assert not engine.well
-            with pytest.raises(EngineError, match="closed"):
-                await heard(engine, request(PROMPTS[0]))
-
-    return asyncio.run(run())
-
-
-def changed(edit: Callable[[dict[str, Any]], None], proxy: Proxy) -> None:
-    """Let a proxy change the last event of each stream."""
-
-    def fault(seen: Seen) -> Reply | None:
-        if seen.path != COMPLETIONS:
-            return None
-        reply = seen.forward()
-        events = reply.body.decode().split("\n\n")
-        place = next(at for at, event in enumerate(events) if '"midstream"' in event)
-        body = json.loads(events[place].removeprefix("data: "))
-        edit(body)
-        events[place] = f"data: {json.dumps(body)}"
-        reply.body = "\n\n".join(events).encode()
-        return reply
-
-    proxy.fault = fault
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda body: body.pop("activations"),
-        lambda body: body.pop("midstream"),
-        lambda body: body["activations"].pop("labels"),
-        lambda body: body["activations"].pop("resid_post"),
-        lambda body: body["activations"]["resid_post"].update(layers=[0, 1]),
-        lambda body: body["activations"]["resid_post"].update(layers=[2]),
-        lambda body: body["activations"]["resid_post"].update(shape=[1, 14, 64]),
-        lambda body: body["activations"]["resid_post"].update(shape=[1, 7, 256]),
-        lambda body: body["activations"]["labels"]["position"].reverse(),
-        lambda body: body.update(activations=[]),
-    ],
-)
-def test_an_answer_that_does_not_fit_is_said_not_to(
-    edit: Callable[[dict[str, Any]], None], proxy: Proxy, registry: ArtifactRegistry
-) -> None:
-    async def scenario(engine: UpstreamEngine) -> None:
-        changed(edit, proxy)
-        asked = request(PROMPTS[1], CaptureSpec(layers=[1], select="prompt"), max_tokens=2)
-        with pytest.raises((CaptureError, EngineError), match="Inference's answer does not fit the request"):
-            await heard(engine, asked)
-        proxy.fault = None
-        assert (await heard(engine, asked)).end.activations is not None
-
-    upstream(scenario, proxy.url, registry=registry)
-
-
-def test_a_server_that_fails_before_any_token_is_replaced(
-    proxy: Proxy, server: Server, registry: ArtifactRegistry, bytes_llama: tuple[Path, ms.LanguageModel]
-) -> None:
-    steer = ms.add(vector(5), layers=[1], strength=5.0)
-
-    async def scenario(engine: UpstreamEngine) -> None:
-        proxy.fault = lambda seen: None if seen.path == "/health" else status(503)(seen)
-        asked = [request(prompt, None, steer) for prompt in PROMPTS]
-        said = await asyncio.gather(*(heard(engine, one) for one in asked))
-        due = bytes_llama[1].generate(PROMPTS, max_tokens=6, ignore_eos=True, steering=steer)
-        assert [one.token_ids for one in said] == [one.token_ids for one in due]
-        assert proxy.asked(COMPLETIONS) + proxy.asked(f"/v1/midstream/artifacts/{next(iter(steer.artifacts()))}")
-
-    upstream(scenario, proxy.url, server.url, registry=registry)
-
-
-def test_a_stream_that_breaks_off_fails_its_request(proxy: Proxy, server: Server, registry: ArtifactRegistry) -> None:
-    async def scenario(engine: UpstreamEngine) -> None:
-        proxy.fault = lambda seen: broken(400)(seen) if seen.path == COMPLETIONS else None
-        pieces = engine.run(request(PROMPTS[1], max_tokens=30))
-        assert isinstance(await anext(pieces), Grown)
-
-        async def rest() -> list[Any]:
-            return [piece async for piece in pieces]
-
-        with pytest.raises(TransportError, match="broke off"):
-            await rest()
-        proxy.fault = None
-        await heard(engine, request(PROMPTS[1]))
-
-    upstream(scenario, proxy.url, registry=registry)
-
-
-def test_an_engine_is_well_while_one_of_its_servers_is(
-    proxy: Proxy, registry: ArtifactRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("midstream.backends.vllm.serve.upstream._PERIOD", 0.05)
-
-    async def until(engine: UpstreamEngine, well: bool) -> None:
-        for _ in range(100):
-            if engine.well == well:
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError(f"well is {engine.well}")
-
-    async def scenario(engine: UpstreamEngine) -> None:
-        proxy.fault = on("/health", *[status(503)] * 1000)
-        await until(engine, False)
-        proxy.fault = None
-        await until(engine, True)
-
-    upstream(scenario, proxy.url, registry=registry)
-    with pytest.raises(ModelLoadError, match="cannot be reached"):
-        upstream(scenario, f"http://127.0.0.1:{free_port()}", registry=registry)
-
-
-def test_more_than_the_servers_take_wait(server: Server, registry: ArtifactRegistry) -> None:
-    async def scenario(engine: UpstreamEngine) -> None:
-        tasks = [asyncio.create_task(heard(engine, request(PROMPTS[0], max_tokens=60))) for _ in range(3)]
-        seen: set[tuple[int, int]] = set()
-        while not all(task.done() for task in tasks):
-            seen.add(engine.counts)
-            await asyncio.sleep(0.005)
-        assert (1, 2) in seen
-        assert max(running for running, _ in seen) == 1
-        assert len({(await task).token_ids for task in tasks}) == 1
-
-    upstream(scenario, server.url, registry=registry, max_concurrency=1)
-
-
-# --- the end
-
-
-async def waiting(engine: ServingEngine, count: int) -> list[asyncio.Task[Said]]:
-    """Requests that have begun, and will take a while."""
-    begun = [asyncio.Event() for _ in range(count)]
-
-    async def one(place: int) -> Said:
-        async def told() -> AsyncIterator[Grown | Ended]:
-            async for piece in engine.run(request(PROMPTS[place], CaptureSpec(layers=[1]), max_tokens=180)):
-                begun[place].set()
-                yield piece
-
-        async for piece in told():
-            if isinstance(piece, Ended):
-                raise AssertionError("it was to be given up")
-        raise AssertionError("no last word")
-
-    tasks = [asyncio.create_task(one(place)) for place in range(count)]
-    await asyncio.gather(*(event.wait() for event in begun))
-    return tasks
-
-
 def test_an_engine_that_is_closed_tells_whoever_waits(kit: Kit) -> None:
     async def closed() -> None:
-        tasks = await waiting(kit.engine, 3)
+        tasks = await waiting(kit.engine, *too_many())
         await kit.engine.close()
-        for found in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(found, EngineError), found
-            assert "was closed" in str(found)
+        failed = [one for one in await asyncio.gather(*tasks, return_exceptions=True) if not isinstance(one, Said)]
+        assert len(failed) > 7
+        assert all(isinstance(one, EngineError) and "was closed" in str(one) for one in failed), failed
         assert kit.engine.counts == (0, 0)
         assert not kit.engine.well
         with pytest.raises(EngineError, match="was closed"):
@@ -591,11 +367,13 @@ def test_an_engine_that_dies_tells_whoever_waits(
             await heard(engine, request(PROMPTS[0]))
         await engine.start()
         try:
-            tasks = await waiting(engine, 3)
+            tasks = await waiting(engine, *too_many())
             for process in engine._up.engine.client.engine_core.resources.engine_manager.processes:
                 os.kill(process.pid, signal.SIGKILL)
-            for found in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30):
-                assert isinstance(found, EngineError), found
+            found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+            failed = [one for one in found if not isinstance(one, Said)]
+            assert len(failed) > 7
+            assert all(isinstance(one, EngineError) for one in failed), failed
             assert not engine.well
             assert engine.counts == (0, 0)
             with pytest.raises(EngineError):
