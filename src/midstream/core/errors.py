@@ -68,6 +68,17 @@ class CaptureError(MidstreamError):
     """Rows that were selected did not arrive, or a value could not be stored as asked."""
 
 
+class UnfitAnswerError(CaptureError):
+    """A server's answer that has not what was asked for, or in another form."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"Inference's answer does not fit the request: {what}")
+        self.what = what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what,)
+
+
 class EngineError(MidstreamError, RuntimeError):
     """An engine, or a process of it, has died: load the model again."""
 

@@ -14,6 +14,7 @@ from midstream.core.errors import (
     MidstreamError,
     PromptError,
     SpecError,
+    UnfitAnswerError,
 )
 
 from .storage import StorageError
@@ -87,6 +88,8 @@ def refusal(error: MidstreamError) -> ApiError:
         return ApiError(_SPEC.get(error.code, 400), str(error), error.path or None)
     if isinstance(error, PromptError):
         return ApiError(400, str(error), "prompt")
+    if isinstance(error, UnfitAnswerError):
+        return ApiError(502, str(error))
     if isinstance(error, CaptureError):
         return ApiError(422, str(error), "capture")
     if isinstance(error, BusyError):

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from midstream.core.capture import CaptureSpec
-from midstream.core.errors import CaptureError
+from midstream.core.errors import CaptureError, UnfitAnswerError
 from midstream.core.generation import GenerationParams
 from midstream.core.select import SelectSpec
 from midstream.formats.activations import Activations, Stack
@@ -30,13 +30,6 @@ from ..rows import Collected, Segmented
 _NEUTRAL: Final = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "add_special_tokens": False}
 """Fields that a server would fill from its model's own defaults."""
 _ID: Final = "token_id:"
-
-
-class UnfitAnswerError(CaptureError):
-    """An answer that is not of the form that was asked for."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"Inference's answer does not fit the request: {what}")
 
 
 @contextmanager

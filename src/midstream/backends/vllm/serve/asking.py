@@ -9,13 +9,13 @@ from typing import Any, Final
 import torch
 
 from midstream.core.artifacts import Artifact
-from midstream.core.errors import EngineError, SpecError
+from midstream.core.errors import EngineError, SpecError, UnfitAnswerError
 from midstream.core.generation import GenerationParams
 from midstream.formats.activations import Activations, held_tensors, read_activations
 
 from ..calls import Request
 from ..checks import Layouts
-from .answers import Growing, Said, UnfitAnswerError, body_of, check_fit, fitting
+from .answers import Growing, Said, body_of, check_fit, fitting
 from .artifacts import Uploads
 from .pool import Pool, key_of
 from .transport import Server
