@@ -61,7 +61,7 @@ def test_every_error_is_one_of_ours_and_documented() -> None:
         for _, thing in inspect.getmembers(errors, inspect.isclass)
         if issubclass(thing, BaseException) and thing.__module__ == errors.__name__
     ]
-    assert len(found) == 13
+    assert len(found) == 14
     assert all(issubclass(kind, MidstreamError) and kind.__doc__ for kind in found)
 
 
