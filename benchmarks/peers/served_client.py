@@ -24,6 +24,8 @@ from protocol import answer, stdout_for_answers_only
 from safetensors.torch import save_file
 
 CONCURRENCY, NEW_TOKENS, MIDDLE = 16, 16, 15
+ALONE = 8
+"""Prompts that are sent one by one."""
 LONG, DELIVERED = 1024, 4
 """Of the requests whose activations are delivered: tokens of each, and how many."""
 
@@ -104,7 +106,7 @@ class Client:
 
     def _api(self) -> None:
         self.subjects |= {
-            "one by one": lambda: self._asked({}, concurrency=1),
+            "one by one": lambda: self._asked({}, concurrency=1, prompts=ALONE),
             "generate": lambda: self._asked({}),
             "one layer": lambda: self._asked({"output_residual_stream": [MIDDLE]}),
             "one layer, by handle": lambda: self._asked(
@@ -115,10 +117,10 @@ class Client:
             ),
         }
 
-    def _asked(self, more: dict[str, Any], concurrency: int = CONCURRENCY) -> Rows:
-        return asyncio.run(self._ask_all(more, concurrency))
+    def _asked(self, more: dict[str, Any], concurrency: int = CONCURRENCY, prompts: int | None = None) -> Rows:
+        return asyncio.run(self._ask_all(more, concurrency, prompts or len(self.prompts)))
 
-    async def _ask_all(self, more: dict[str, Any], concurrency: int) -> Rows:
+    async def _ask_all(self, more: dict[str, Any], concurrency: int, prompts: int) -> Rows:
         import httpx2
 
         from midstream.formats.activations import HeldTensor
@@ -144,7 +146,7 @@ class Client:
                     rows[place] = torch.frombuffer(bytearray(data), dtype=held.torch_dtype).view(held.shape)
                     await client.delete(path)
 
-            await asyncio.gather(*map(one, range(len(self.prompts))))
+            await asyncio.gather(*map(one, range(prompts)))
         layers = more.get("output_residual_stream")
         if layers is None:
             return {}
@@ -225,11 +227,12 @@ def main() -> None:
             answer(answers, client.deliver())
             continue
         run = client.subjects[request["subject"]]
+        count = ALONE if request["subject"] == "one by one" else len(client.prompts)
         begun, cpu = time.perf_counter(), time.process_time()
         rows = run()
         wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
         if request["do"] == "run":
-            answer(answers, {"wall": wall, "cpu": cpu, "rows": len(client.prompts) * (128 + NEW_TOKENS - 1)})
+            answer(answers, {"wall": wall, "cpu": cpu, "rows": count * (128 + NEW_TOKENS - 1)})
         else:
             # of the prompt alone: what follows it is the tool's own text
             found = {
