@@ -185,3 +185,15 @@ def test_no_parameter_is_too_small_for_a_token(params: dict[str, float]) -> None
     scores = torch.tensor([[1.0, 900.0, 3.0], [-2.0, -5e4, -9.0]])
     generators = [generator_for(place, scores.device) for place in range(2)]
     assert pick_tokens(scores, GenerationParams(max_tokens=1, **params), generators) == [1, 0]
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e40, 1.7e308])
+def test_no_penalty_is_too_large_or_small_for_a_token(penalty: float) -> None:
+    torch = pytest.importorskip("torch")
+    from midstream.backends.huggingface.sampling import penalised
+
+    scores = torch.tensor([[1.0, -2.0, 0.0, -torch.inf]])
+    found = penalised(scores, penalty, [[0, 1, 2, 3]])[0]
+    assert found[:3].isfinite().all()
+    assert found[3] == -torch.inf
+    assert found.argmax() == (0 if penalty < 1 or found[0] > 0 else 2)

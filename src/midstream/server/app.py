@@ -73,8 +73,8 @@ def _refusals(app: FastAPI) -> None:
     @app.exception_handler(MidstreamError)
     async def refused(_: Request, error: MidstreamError) -> JSONResponse:
         found = refusal(error)
-        if found.status == 500:
-            _LOG.error("unexpected", exc_info=error)
+        if found.status >= 500:
+            _LOG.error("failed", exc_info=error, extra={"request_id": REQUEST_ID.get()})
         return JSONResponse(found.body(REQUEST_ID.get()), found.status, found.headers())
 
     @app.exception_handler(OperationalError)

@@ -37,11 +37,14 @@ def penalised(scores: Tensor, penalty: float, contexts: Sequence[Sequence[int]])
     """Scores of tokens already seen, divided by the penalty where positive and multiplied where negative (CTRL)."""
     if penalty == 1.0:
         return scores
+    finite = torch.finfo(scores.dtype)
+    penalty = min(max(penalty, finite.tiny), finite.max)
     scores = scores.clone()
     for row, context in zip(scores, contexts, strict=True):
         seen = torch.tensor(sorted(set(context)), device=scores.device)
         had = row[seen]
-        row[seen] = torch.where(had > 0, had / penalty, had * penalty)
+        changed = torch.where(had > 0, had / penalty, had * penalty).clamp(finite.min, finite.max)
+        row[seen] = torch.where(had.isfinite(), changed, had)  # what may not come stays so
     return scores
 
 
