@@ -34,6 +34,11 @@ def text_of(
     return cut_at_stop(text, params.stop) if ended_by_text else text
 
 
+def completes(before: str, now: str, stop: Sequence[str]) -> bool:
+    """Whether what came between two texts of a sequence completed a stop string."""
+    return any(now.count(word) > before.count(word) for word in stop)
+
+
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """`text`, which ended at a stop string, up to where that begins; earlier ones did not end it.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from midstream.core.capture import PHASES, CaptureReceipt
 from midstream.core.errors import FileFormatError, SpecError
+from midstream.core.interventions import OpReceipt
 from midstream.core.narrow import is_list, is_mapping
 from midstream.core.sites import SITES, Site
 from midstream.core.wire import Int
@@ -26,6 +28,8 @@ from .wire import TensorForm, decode_tensor, encode_tensor, tensor_form
 
 HANDLE: Final = "/v1/activations/{handle}"
 """Where the bytes of a tensor with a handle are."""
+RESIDUAL: Final = "residual_stream"
+"""The name that vllm-lens gives to what blocks leave, at every row."""
 _BESIDE: Final = ("labels", "receipt")
 
 
@@ -78,6 +82,21 @@ class Activations:
             "phase": [PHASES[int(one)] for one in self.generated],
         }
         return {**found, "labels": labels, "receipt": asdict(self.receipt)}
+
+    def residual(
+        self, handles: Sequence[str] | None = None, form: Callable[[Tensor], dict[str, Any]] = encode_tensor
+    ) -> dict[str, Any]:
+        """The same in vllm-lens' form, of one stack that has every row."""
+        (stack,) = self.stacks
+        return {RESIDUAL: form(stack.tensor) if handles is None else held_form(stack.tensor, handles[0])}
+
+
+def receipt_plain(receipt: OpReceipt) -> dict[str, Any]:
+    """What an op did, as JSON has it: that has no NaN and no infinity, which a row may have had."""
+    return {
+        name: None if isinstance(value, float) and not isfinite(value) else value
+        for name, value in asdict(receipt).items()
+    }
 
 
 def held_form(tensor: Tensor, handle: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from midstream.core.errors import CaptureError
 
+from .wire import tensor_bytes, tensor_frame
+
+_PIECE: Final = 1 << 20
 _PATIENCE: Final = 1.0
 """Seconds between looks, where nothing that is held tells when it goes."""
 
@@ -92,6 +95,22 @@ class Held:
         if (found := self._held.get(handle)) is not None:
             found.fetched = True
             await self._tell()
+
+    async def sent(self, handle: str, compression: str) -> tuple[int, AsyncIterator[bytes]] | None:
+        """How many bytes a handle's tensor has, and the bytes; None: there is none, or it has gone.
+
+        compression: zstd, one frame; or none. Once all were taken it counts as fetched.
+        """
+        if (tensor := self.get(handle)) is None:
+            return None
+        data = tensor_bytes(tensor) if compression == "none" else await asyncio.to_thread(tensor_frame, tensor)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(data), _PIECE):
+                yield bytes(data[start : start + _PIECE])
+            await self.fetched(handle)
+
+        return len(data), pieces()
 
     async def drop(self, handle: str) -> bool:
         """Let it go. Whether it was there."""

@@ -6,8 +6,7 @@ import base64
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor
@@ -15,14 +14,13 @@ from torch import Tensor
 from midstream.backends.serving import Ended
 from midstream.backends.vllm.requests import KEY
 from midstream.core.generation import TokenLogprob
-from midstream.formats.activations import Activations, held_form
+from midstream.formats.activations import Activations, receipt_plain
 from midstream.formats.wire import tensor_form, tensor_frame
 
 from .asking import Ask
 from .bodies import ChatBody, CompletionBody
 from .choices import Choice, chat_logprobs, plain_logprobs
 
-RESIDUAL: Final = "residual_stream"
 DONE: Final = "data: [DONE]\n\n"
 _PIECE: Final = 3 << 18
 """Bytes that are encoded at a time: a multiple of three, so that the pieces of base64 join."""
@@ -149,10 +147,8 @@ class Answers:
 
 def said_of(ended: Ended, fingerprint: str) -> dict[str, Any]:
     """What was done to a sequence, as our clients read it."""
-    steering = [
-        {name: None if isinstance(one, float) and not isfinite(one) else one for name, one in asdict(of).items()}
-        for of in ended.steering
-    ]
+    steering = [receipt_plain(one) for one in ended.steering]
+    # each sequence decides for itself: nothing of what gates decided goes from one to the next
     return {"model_fingerprint": fingerprint, "cached": ended.cached, "steering": steering, "decided": {}}
 
 
@@ -181,10 +177,7 @@ class Inline:
             frames[mark] = tensor_frame(tensor)
             return {"data": mark, **tensor_form(tensor)}
 
-        if residual:
-            (stack,) = found.stacks
-            return cls({RESIDUAL: form(stack.tensor)}, frames)
-        return cls(found.plain(form=form), frames)
+        return cls(found.residual(form=form) if residual else found.plain(form=form), frames)
 
     def pieces(self, text: str) -> Iterator[bytes]:
         """A JSON text that holds `plain`, with the data in its places, a little at a time."""
@@ -194,11 +187,3 @@ class Inline:
             for start in range(0, len(frame), _PIECE):
                 yield base64.b64encode(frame[start : start + _PIECE])
         yield text.encode()
-
-
-def by_handle(found: Activations, handles: Sequence[str], *, residual: bool) -> dict[str, Any]:
-    """Activations whose tensors wait under handles."""
-    if residual:
-        (stack,) = found.stacks
-        return {RESIDUAL: held_form(stack.tensor, handles[0])}
-    return found.plain(handles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
@@ -29,14 +29,13 @@ from .owned import Owned
 from .settings import Limits
 from .storage import Database
 
-Result = TypeVar("Result")
 Body = TypeVar("Body", bound=Wire)
 _JSON: Final = "application/json"
 
 
 @dataclass(frozen=True, eq=False)
 class Api:
-    """One server. models: by reference and alias. open_to_all: there are no keys, and any is accepted.
+    """One server. models: by reference and alias. anonymous: who everybody is where there are no keys.
 
     sharing: held while an artifact gets or loses an owner, whose file others may have too.
     """
@@ -53,7 +52,7 @@ class Api:
     held: Held
     completing: Completing
     metrics: Metrics
-    open_to_all: bool
+    anonymous: Key | None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     sharing: Lock = field(default_factory=Lock)
 
@@ -74,8 +73,8 @@ def api_of(request: Request) -> Api:
 
 async def caller(request: Request, api: Annotated[Api, Depends(api_of)]) -> Key:
     """Whose request it is; 401 for none that is known."""
-    if api.open_to_all:
-        return await to_thread.run_sync(api.keys.anonymous)
+    if api.anonymous is not None:
+        return api.anonymous
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret:
         raise ApiError(401, "no key: send Authorization: Bearer ms-…")
@@ -129,11 +128,11 @@ def parsed(data: bytes | str, model: type[Body]) -> Body:
 
 @asynccontextmanager
 async def while_there(request: Request) -> AsyncIterator[Callable[[Any], Any]]:
-    """Runs a coroutine for as long as whoever asked is there; cancelled else, which raises CancelledError."""
+    """Awaits something for as long as whoever asked is there; cancelled else, with an ApiError that nobody reads."""
     gone = asyncio.create_task(_gone(request))
 
-    async def run(coroutine: Any) -> Any:
-        task = asyncio.create_task(coroutine)
+    async def run(awaited: Awaitable[Any]) -> Any:
+        task = asyncio.ensure_future(awaited)
         try:
             await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextvars
 import html
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, Final
 
 import anyio
@@ -23,14 +23,13 @@ from midstream.core.errors import MidstreamError, json_path
 
 from .api import Api
 from .batches import Batches
-from .errors import ApiError, database_refusal, refusal
+from .errors import REQUEST_ID, ApiError, database_refusal, refusal, unexpected
 from .routes import activations, artifacts, completions, files, jobs, models, usage
 from .schema import describe
 from .working import Working
 
 _LOG: Final = logging.getLogger("midstream.server")
 _HEADER: Final = "x-request-id"
-REQUEST_ID: Final[contextvars.ContextVar[str]] = contextvars.ContextVar("midstream_request_id", default="")
 Scope = MutableMapping[str, Any]
 
 
@@ -75,31 +74,32 @@ def _refusals(app: FastAPI) -> None:
         found = refusal(error)
         if found.status >= 500:
             _LOG.error("failed", exc_info=error, extra={"request_id": REQUEST_ID.get()})
-        return JSONResponse(found.body(REQUEST_ID.get()), found.status, found.headers())
+        return _answer(found)
 
     @app.exception_handler(OperationalError)
     async def away(_: Request, error: OperationalError) -> JSONResponse:
         _LOG.error("the database failed", exc_info=error)
-        found = database_refusal(error)
-        return JSONResponse(found.body(REQUEST_ID.get()), found.status, found.headers())
+        return _answer(database_refusal(error))
 
     @app.exception_handler(RequestValidationError)
     async def wrong(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         place = json_path("", tuple(first["loc"][1:]))
-        found = ApiError(400, f"{place}: {first['msg']}", place or None)
-        return JSONResponse(found.body(REQUEST_ID.get()), 400)
+        return _answer(ApiError(400, f"{place}: {first['msg']}", place or None))
 
     @app.exception_handler(HTTPException)
     async def unrouted(request: Request, error: HTTPException) -> JSONResponse:
         message = f"no route {request.method} {request.url.path:.120}" if error.status_code == 404 else error.detail
-        headers = dict(error.headers or {})
-        return JSONResponse(ApiError(error.status_code, message).body(REQUEST_ID.get()), error.status_code, headers)
+        return _answer(ApiError(error.status_code, message), error.headers or {})
 
     @app.post("/v1/hooks/{name}", include_in_schema=False)
     async def hooks(name: str) -> None:
         message = f"hooks/{name:.40}: code of a caller is never run here: use steering and capture"
         raise ApiError(400, message, "apply_hooks")
+
+
+def _answer(found: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
+    return JSONResponse(found.body(), found.status, {**found.headers(), **headers})
 
 
 def _front(app: FastAPI, api: Api) -> None:
@@ -158,8 +158,7 @@ class Around:
             await self._app(scope, receive, told)
         except Exception as error:
             if not status:
-                response = JSONResponse(ApiError(500, _UNEXPECTED).body(request_id), 500)
-                await response(scope, receive, told)
+                await _answer(unexpected())(scope, receive, told)
             _LOG.error("unexpected", exc_info=error, extra={"request_id": request_id})
         finally:
             route = getattr(scope.get("route"), "path", "none")
@@ -167,6 +166,3 @@ class Around:
             self._api.metrics.answered(route, status, seconds)
             facts = {"request_id": request_id, "route": route, "status": status, "seconds": round(seconds, 4)}
             _LOG.info("answered", extra={**facts, "method": scope["method"]})
-
-
-_UNEXPECTED: Final = "something went wrong inside: quote the request id"

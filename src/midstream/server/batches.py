@@ -22,7 +22,6 @@ from .owned import Owned
 from .storage import Database
 from .storage.tables import CANCELLED, DONE, QUEUED, RUNNING, BatchRow
 
-ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 _WINDOW: Final = 86400.0
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")

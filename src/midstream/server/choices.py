@@ -7,7 +7,7 @@ from typing import Any
 
 from midstream.backends.serving import Ended, Grown, ServedRequest
 from midstream.core.generation import TokenLogprob
-from midstream.core.text import Settled, cut_at_stop, decoder
+from midstream.core.text import Settled, completes, decoder, text_of
 
 Name = Callable[[int], str]
 """A token's id → its text, or `token_id:<id>`."""
@@ -43,28 +43,18 @@ class Choice:
             return ""
         if self.ended is not None:
             return self._settled.grow(self.token_ids, self.ended.finish_reason)
-        if (stops := self.request.params.stop) and self._completes(stops):
-            return ""  # it may be the end: the next event says
+        if self.request.params.stop:
+            before, self._before = self._before, self._decode(self.token_ids)
+            if completes(before, self._before, self.request.params.stop):
+                return ""  # it may be the end: the next event says
         return self._settled.grow(self.token_ids, None)
-
-    def _completes(self, stops: Sequence[str]) -> bool:
-        """Whether the last tokens completed a stop string."""
-        assert self._decode is not None
-        before, self._before = self._before, self._decode(self.token_ids)
-        return any(self._before.count(one) > before.count(one) for one in stops)
 
     @property
     def text(self) -> str:
         """All of it, once it has ended."""
-        if self._decode is None or not self.token_ids:
+        if self._decode is None or self.ended is None:
             return ""
-        whole, params = self._decode(self.token_ids), self.request.params
-        return cut_at_stop(whole, params.stop) if self._ended_by_text else whole
-
-    @property
-    def _ended_by_text(self) -> bool:
-        ended = self.ended is not None and self.ended.finish_reason == "stop"
-        return ended and self.token_ids[-1] not in self.request.params.stop_token_ids
+        return text_of(self.token_ids, self.ended.finish_reason, self.request.params, self._decode)
 
     @property
     def finish_reason(self) -> str | None:
@@ -78,7 +68,7 @@ class Choice:
         """The stop string or the id to stop at that ended it, as vLLM says it; None for the end of the text."""
         if self.ended is None or self.ended.finish_reason != "stop":
             return None
-        if not self._ended_by_text:
+        if self.token_ids[-1] in self.request.params.stop_token_ids:
             return self.token_ids[-1]
         whole = self._decode(self.token_ids) if self._decode is not None else ""
         found = [one for one in self.request.params.stop if one in whole]

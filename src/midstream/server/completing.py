@@ -17,7 +17,7 @@ from midstream.core.errors import CaptureError, MidstreamError
 from midstream.formats.activations import Activations
 from midstream.formats.held import Held
 
-from .answers import DONE, Answers, Inline, by_handle, event
+from .answers import DONE, Answers, Inline, event
 from .asking import Ask
 from .choices import Choice
 from .errors import ApiError, refusal
@@ -98,7 +98,7 @@ class Completing:
             paying = Paying(self.ledger, hold)
             try:
                 async with self._room(ask) as room:
-                    yield Run(ask, self.held, room), paying
+                    yield Run(ask, room), paying
             finally:
                 self.renewing.discard(hold)
                 await paying.free()
@@ -142,8 +142,8 @@ class _Room:
 class Run:
     """One request on its engine."""
 
-    def __init__(self, ask: Ask, held: Held, room: _Room) -> None:
-        self.ask, self._held, self._room = ask, held, room
+    def __init__(self, ask: Ask, room: _Room) -> None:
+        self.ask, self._room = ask, room
         self.answers = Answers(ask)
         tokenizer, by_id = ask.served.engine.tokenizer, bool(ask.body.return_tokens_as_token_ids)
         self.choices = [Choice(index, of, tokenizer, by_id=by_id) for index, of in enumerate(ask.requests)]
@@ -200,7 +200,7 @@ class Run:
         except MidstreamError as error:
             if not begun:
                 raise
-            yield event(refusal(error).body(f"req_{self.ask.id}")).encode()
+            yield event(refusal(error).body()).encode()
             return
         yield DONE.encode()
 
@@ -220,7 +220,8 @@ class Run:
         asked = self.ask.asked
         assert asked is not None
         if asked.binary:
-            return by_handle(found, await self._room.keep(found), residual=asked.residual), None
+            handles = await self._room.keep(found)
+            return found.residual(handles) if asked.residual else found.plain(handles), None
         inline = await to_thread.run_sync(lambda: Inline.of(found, residual=asked.residual))
         return inline.plain, inline
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, Final
 
 from sqlalchemy.exc import OperationalError
@@ -18,6 +19,9 @@ from midstream.core.errors import (
 )
 
 from .storage import StorageError
+
+REQUEST_ID: Final[ContextVar[str]] = ContextVar("midstream_request_id")
+"""The id of the request under way, in its header, its log and the body of its refusal."""
 
 _KINDS: Final[Mapping[int, tuple[str, str]]] = {
     400: ("invalid_request_error", "invalid_request"),
@@ -47,11 +51,11 @@ class ApiError(MidstreamError):
         super().__init__(message)
         self.status, self.param, self.after = status, param, after
 
-    def body(self, request_id: str) -> dict[str, Any]:
-        """The JSON of it."""
+    def body(self, request_id: str | None = None) -> dict[str, Any]:
+        """The JSON of it. request_id: where no request is under way."""
         kind, code = _KINDS.get(self.status, _KINDS[500])
         error = {"message": str(self), "type": kind, "param": self.param, "code": code}
-        return {"error": error, "request_id": request_id}
+        return {"error": error, "request_id": request_id or REQUEST_ID.get()}
 
     def headers(self) -> dict[str, str]:
         """What goes beside it."""
@@ -98,6 +102,11 @@ def refusal(error: MidstreamError) -> ApiError:
         return ApiError(502, str(error))
     if isinstance(error, StorageError):
         return _away()
+    return unexpected()
+
+
+def unexpected() -> ApiError:
+    """A fault of ours, of which nothing is shown."""
     return ApiError(500, "something went wrong inside: quote the request id")
 
 

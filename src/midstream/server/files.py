@@ -14,7 +14,7 @@ from typing import Final
 
 from .errors import ApiError, StorageFullError
 
-_NAME: Final = re.compile(r"(?:file|job)-[0-9a-f]{8,64}")
+_NAME: Final = re.compile(r"file-[0-9a-f]{8,64}")
 
 
 class Files:

@@ -64,10 +64,9 @@ def api_for(models: Mapping[str, Served], where: Where, limits: Limits, registry
     """What routes answer with. SpecError: without keys, on an address that others reach."""
     database = Database.open(where.database or sqlite_url(where.directory))
     keys, ledger = Keys(database), Ledger(database, lease_seconds=limits.lease_seconds)
-    open_to_all = not keys.any()
-    if open_to_all:
+    anonymous = None if keys.any() else keys.anonymous()
+    if anonymous is not None:
         _check_loopback(where.host)
-        keys.anonymous()
     held = Held(limits.held_bytes, limits.held_seconds)
     return Api(
         models=models,
@@ -88,7 +87,7 @@ def api_for(models: Mapping[str, Served], where: Where, limits: Limits, registry
         held=held,
         completing=Completing(ledger, held, limits, Places(limits)),
         metrics=Metrics(),
-        open_to_all=open_to_all,
+        anonymous=anonymous,
     )
 
 
@@ -145,7 +144,7 @@ async def serve_models(
             h11_max_incomplete_event_size=64 << 10,
             server_header=False,
         )
-        if api.open_to_all:
+        if api.anonymous is not None:
             _LOG.warning("there are no keys: any is accepted, on this machine alone")
         names = ", ".join(one.name for one in models)
         _LOG.info("serving", extra={"models": names, "host": where.host, "port": where.port})

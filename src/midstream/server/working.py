@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from anyio import to_thread
+from sqlalchemy.exc import SQLAlchemyError
 
 from midstream.core.errors import MidstreamError
 from midstream.core.narrow import is_mapping
@@ -19,13 +20,15 @@ from .api import Api
 from .asking import Ask
 from .batches import Batches
 from .bodies import Body, ChatBody, CompletionBody
-from .errors import ApiError, refusal
+from .errors import ApiError, refusal, unexpected
 from .jobs_store import Job
 from .permission import permitted
 
 _LOG: Final = logging.getLogger(__name__)
 _POLL: Final = 1.0
 """Seconds between looks for a job that another process queued, or left behind."""
+_PASSING: Final = (MidstreamError, SQLAlchemyError)
+"""What a database that is away for a moment, or a full disk, raises: the next round may go better."""
 _BUSY: Final = frozenset({429, 503})
 _ATTEMPTS: Final = 5
 """How often a job is begun whose worker dies before its end: it may be what kills it."""
@@ -84,8 +87,8 @@ class Working:
                 if job is not None:
                     await self._run(job)
                     continue
-            except MidstreamError:
-                _LOG.exception("a job could not be taken")
+            except _PASSING:
+                _LOG.exception("a job could not be taken, or its end not written")
             self._news.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _POLL)
@@ -105,7 +108,7 @@ class Working:
                 await asyncio.shield(to_thread.run_sync(self.api.jobs.release, job.id, job.claim))
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.error("job %s failed", job.id, exc_info=error)
-            await self._finish(job, ApiError(500, "something went wrong inside"))
+            await self._finish(job, unexpected())
         if job.batch_id is not None:
             await to_thread.run_sync(self.batches.ended, job.batch_id)
 
@@ -170,5 +173,5 @@ class Working:
                 await to_thread.run_sync(api.jobs.delete_expired)
                 for batch_id in await to_thread.run_sync(self.batches.unfinished):
                     await to_thread.run_sync(self.batches.ended, batch_id)
-            except Exception:  # a database that is away for a moment: the next round may find it
+            except _PASSING:
                 _LOG.exception("leases could not be renewed")

@@ -157,26 +157,34 @@ class Steerer:
         not all steered, or more were.
         """
         receipts: list[tuple[OpReceipt, ...]] = []
-        for request, (ops, (ids, prompt_len)) in enumerate(zip(self.requests, sequences, strict=True)):
+        assert len(sequences) == len(self.requests), "one for each"
+        for request, (ids, prompt_len) in enumerate(sequences):
             if request in self._failed:
                 receipts.append(())
                 continue
             rows = whole_sequence(ids, prompt_len)
             if self.ledger.leaders[request] != request:
                 rows = rows.take(rows.position >= prompt_len)
-            found: list[OpReceipt] = []
-            for bound in ops:
-                skipped = bound.op.silent or self.ledger.closed(request, bound)
-                everywhere = 0 if skipped else int(acts_on(bound.op, rows).sum())
-                for layer in bound.op.layers:
-                    selected = everywhere
-                    if bound.op.gate is not None and not skipped:  # its reach differs by layer
-                        selected = int(acts_on(bound.op, rows, layer).sum())
-                    computed, relative = self.ledger.counts(request, bound, layer)
-                    if selected != computed:
-                        what = f"op {bound.place} ({bound.op.kind}) at layer {layer}: {selected} rows were selected"
-                        raise CaptureError(f"request {request}, {what}, and {computed} steered")
-                    at = (bound.place, bound.op.kind, bound.op.site, layer)
-                    found.append(OpReceipt(*at, selected, computed, relative=relative, skipped=skipped))
-            receipts.append(tuple(found))
+            try:
+                receipts.append(self.finish_one(request, rows))
+            except CaptureError as error:
+                raise CaptureError(f"request {request}, {error}") from None
         return receipts
+
+    def finish_one(self, request: int, rows: StepBatch) -> tuple[OpReceipt, ...]:
+        """The same of one request, whose rows these are."""
+        found: list[OpReceipt] = []
+        for bound in self.requests[request]:
+            skipped = bound.op.silent or self.ledger.closed(request, bound)
+            everywhere = 0 if skipped else int(acts_on(bound.op, rows).sum())
+            for layer in bound.op.layers:
+                selected = everywhere
+                if bound.op.gate is not None and not skipped:  # its reach differs by layer
+                    selected = int(acts_on(bound.op, rows, layer).sum())
+                computed, relative = self.ledger.counts(request, bound, layer)
+                if selected != computed:
+                    what = f"op {bound.place} ({bound.op.kind}) at layer {layer}: {selected} rows were selected"
+                    raise CaptureError(f"{what}, and {computed} steered")
+                at = (bound.place, bound.op.kind, bound.op.site, layer)
+                found.append(OpReceipt(*at, selected, computed, relative=relative, skipped=skipped))
+        return tuple(found)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from midstream.core.errors import EngineError, MidstreamError
 from midstream.core.generation import FinishReason, GenerationParams, TokenLogprob
+from midstream.core.text import completes
 
 from .batching import Ids
 from .sampling import likeliest, penalised, pick_tokens
@@ -65,8 +66,7 @@ class Stopping:
             return False
         # a character takes at most 4 byte tokens: the end of the text is enough to look at
         window = token_ids[-4 * max(map(len, self.params.stop)) - 4 :]
-        before, now = self.decode(window[:-1]), self.decode(window)
-        return any(now.count(text) > before.count(text) for text in self.params.stop)
+        return completes(self.decode(window[:-1]), self.decode(window), self.params.stop)
 
     def forbidden(self, generated: int) -> list[int]:
         """Ids that may not come yet, while there are fewer than min_tokens."""

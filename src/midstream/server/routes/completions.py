@@ -1,16 +1,16 @@
 """`/v1/completions` and `/v1/chat/completions`."""
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import anyio
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ..api import Api, Caller, TheApi, body_of, while_there
 from ..asking import Ask
 from ..bodies import Body, ChatBody, CompletionBody
-from ..completing import Paying, Run
 from ..keys import Key
 from ..permission import permitted
 from ..schema import request_of
@@ -52,31 +52,25 @@ async def chat(request: Request, api: TheApi, key: Caller) -> Response:
 async def completed(request: Request, api: Api, key: Key, body: Body) -> Response:
     """The answer, whole or as a stream."""
     ask = await permitted(api, key, body)
-    if body.stream:
-        return await _streamed(api, key, ask)
+    pieces = _pieces(api, key, ask)
     async with while_there(request) as running:
-        return await running(_whole(api, key, ask))
+        first = await running(anext(pieces))  # what fails before it is an error of its own
+    return Sent(first, pieces, "text/event-stream" if body.stream else "application/json")
 
 
-async def _whole(api: Api, key: Key, ask: Ask) -> Response:
+async def _pieces(api: Api, key: Key, ask: Ask) -> AsyncGenerator[bytes]:
+    """An answer as it is sent, until then with its place and its room; what was used is paid for, once.
+
+    A stream that breaks off pays for what came before.
+    """
     async with api.completing.running(ask, key.id) as (run, paying):
-        pieces = await run.whole()
-        await paying.settle(run.used, run.usage)
-    api.metrics.completed(run)
-    return StreamingResponse(pieces, media_type="application/json")
-
-
-async def _streamed(api: Api, key: Key, ask: Ask) -> Response:
-    stack = AsyncExitStack()
-    run, paying = await stack.enter_async_context(api.completing.running(ask, key.id))
-    pieces = _pieces(api, run, paying, stack)
-    first = await anext(pieces)  # what fails before the first token is an error of its own
-    return EventStream(_after(first, pieces))
-
-
-async def _pieces(api: Api, run: Run, paying: Paying, stack: AsyncExitStack) -> AsyncIterator[bytes]:
-    """The stream, after which what came is paid for: all of it, or what came before it broke off."""
-    async with stack:
+        if not ask.body.stream:
+            pieces = await run.whole()
+            await paying.settle(run.used, run.usage)
+            api.metrics.completed(run)
+            for piece in pieces:
+                yield piece
+            return
         try:
             async for piece in run.stream():
                 yield piece
@@ -85,23 +79,23 @@ async def _pieces(api: Api, run: Run, paying: Paying, stack: AsyncExitStack) -> 
             api.metrics.completed(run)
 
 
-async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        yield first
-        async for piece in rest:
-            yield piece
-    finally:
-        await rest.aclose()  # pyright: ignore[reportAttributeAccessIssue]  # an async generator
+class Sent(StreamingResponse):
+    """Pieces, of which the first is there; their source is closed with the connection: what runs for nobody ends."""
 
+    def __init__(self, first: bytes, source: AsyncGenerator[bytes], media_type: str) -> None:
+        self._source = source
+        super().__init__(_after(first, source), media_type=media_type)
 
-class EventStream(StreamingResponse):
-    """Server-sent events; closed with the connection, so that what runs for nobody ends."""
-
-    media_type = "text/event-stream"
-
-    async def stream_response(self, send: Any) -> None:
-        """Send them, and close what they come from."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
         try:
-            await super().stream_response(send)
+            await super().__call__(scope, receive, send)
         finally:
-            await self.body_iterator.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+            with anyio.CancelScope(shield=True):
+                await self._source.aclose()
+
+
+async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in rest:
+        yield piece

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from midstream.core.errors import CaptureError, MidstreamError
-from midstream.core.interventions import OpReceipt, acts_on
+from midstream.core.interventions import OpReceipt
 from midstream.core.sites import Site
 from midstream.taps.locate import TapMap
 from midstream.taps.segments import Place
@@ -103,7 +103,7 @@ class Watch:
         reader: str | None = None
         try:
             sequence = whole_sequence([*one.prompt, *one.token_ids[:-1]], one.prompt_len)
-            receipts = self._receipts(one, sequence)
+            receipts = self._steerer.finish_one(one.request, sequence) if one.ops else ()
             if one.keeping is None:
                 return receipts, None
             taken = self._tape.taken(one.request)
@@ -123,18 +123,6 @@ class Watch:
         """Rows have been read, or nobody will read them."""
         self._tape.release(reader)
         self._reserved.pop(reader, None)
-
-    def _receipts(self, one: Served, sequence: StepBatch) -> tuple[OpReceipt, ...]:
-        found: list[OpReceipt] = []
-        ops = [(bound.op, layer) for bound in one.ops for layer in bound.op.layers]
-        for (op, layer), receipt in zip(ops, self._steerer.tally_of(one.request) if ops else (), strict=True):
-            due = acts_on(op, sequence, layer if op.gate is not None else None)  # a gate's reach differs by layer
-            selected = 0 if receipt.skipped else int(due.sum())
-            if selected != receipt.computed:
-                what = f"op {receipt.op} ({op.kind}) at layer {layer}: {selected} rows were selected"
-                raise CaptureError(f"{what}, and {receipt.computed} steered")
-            found.append(receipt)
-        return tuple(found)
 
     # --- a pass
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from midstream.core.capture import CaptureSpec
 from midstream.core.errors import spec_error
 from midstream.core.interventions import OpReceipt
 from midstream.core.sites import Site, SiteLayout
-from midstream.formats.activations import held_form
+from midstream.formats.activations import receipt_plain
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.formats.held import Held
-from midstream.formats.wire import encode_tensor
 from midstream.taps.step import in_reach
 
 from ..checks import captured
@@ -30,7 +28,6 @@ from .wishes import Asked, OwnWishes
 
 ADDED = "midstream"
 """The field of an answer that says what was done, whatever was asked."""
-_EVERY_ROW = "residual_stream"
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +98,7 @@ class Answering:
             ADDED: {
                 "model_fingerprint": self.engine.facts.fingerprint,
                 "cached": cached,
-                "steering": [_finite(asdict(one)) for one in steering],
+                "steering": [receipt_plain(one) for one in steering],
                 "decided": decided,
             }
         }
@@ -119,12 +116,7 @@ class Answering:
             if asked.binary:
                 handles = await self.held.keep([stack.tensor for stack in found.stacks], room)
                 kept = True
-            if not asked.residual:
-                return await asyncio.to_thread(found.plain, handles)
-            (stack,) = found.stacks
-            if handles is not None:
-                return {_EVERY_ROW: held_form(stack.tensor, handles[0])}
-            return {_EVERY_ROW: await asyncio.to_thread(encode_tensor, stack.tensor)}
+            return await asyncio.to_thread(found.residual if asked.residual else found.plain, handles)
         finally:
             if not kept:
                 await self.held.give_up(room)
@@ -138,10 +130,3 @@ class Answering:
         """Nobody waits for a request any more."""
         if wished.tapped:
             self.engine.release(wished.request.id)
-
-
-def _finite(receipt: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity, which a row may have had."""
-    return {
-        name: None if isinstance(value, float) and not isfinite(value) else value for name, value in receipt.items()
-    }

@@ -5,14 +5,12 @@
 # pyright: reportMissingImports=false
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from midstream.core.errors import SpecError
-from midstream.formats.wire import tensor_bytes, tensor_frame
 
 from .answering import Answering
 
@@ -20,7 +18,6 @@ STATE: Final = "midstream_answering"
 """Where the app's state has the Answering; None where the engine was not asked for taps."""
 SAID: Final = "midstream_capabilities"
 _STATUS: Final = {"E_ARTIFACT_MISSING": 404, "E_SPEC_TOO_LARGE": 413}
-_PIECE: Final = 1 << 20
 router: Final = APIRouter(tags=["midstream"])
 
 
@@ -128,20 +125,14 @@ async def delete_artifact(artifact_id: str, request: Request) -> Response:
 async def activations(handle: str, request: Request, compression: str = "zstd") -> Response:
     """The bytes of a tensor: one zstd frame, or with `?compression=none` as they are."""
     answering = answering_of(request)
-    tensor = None if answering is None else answering.held.get(handle)
-    if answering is None or tensor is None:
-        return refused(404, "no such handle, or it has expired: ask again for the completion", "handle", "not_found")
     if compression not in ("zstd", "none"):
         return refused(400, f"no compression {compression!r:.40}; there are: zstd, none", "compression")
-    data = tensor_bytes(tensor) if compression == "none" else await asyncio.to_thread(tensor_frame, tensor)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for start in range(0, len(data), _PIECE):
-            yield bytes(data[start : start + _PIECE])
-        await answering.held.fetched(handle)
-
-    headers = {"content-length": str(len(data)), "cache-control": "no-store, private"}
-    return StreamingResponse(pieces(), media_type="application/octet-stream", headers=headers)
+    found = None if answering is None else await answering.held.sent(handle, compression)
+    if found is None:
+        return refused(404, "no such handle, or it has expired: ask again for the completion", "handle", "not_found")
+    size, pieces = found
+    headers = {"content-length": str(size), "cache-control": "no-store, private"}
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
 @router.delete("/v1/activations/{handle}")
