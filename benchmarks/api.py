@@ -7,10 +7,8 @@ The servers are the embedded engine (from this environment), `--backend vllm` (f
 vllm-lens. Writes build/benchmarks/api.json for publish.py.
 """
 
-import argparse
 import functools
 import json
-import os
 import sys
 import tempfile
 import time
@@ -24,11 +22,9 @@ import torch
 from capture import RESULTS, environment_facts, tell
 from engines import VLLM_PYTHON, lens_python
 from environments import Unavailable
-from measure import Timing, take_turns
-from prompts import make_prompts
-from reference import plain_rows, row_error
-from servers import ClientProcess, ServerProcess, free_port
-from serving import Settings, server_process
+from measure import Timing
+from servers import ClientProcess, ServerProcess, free_port, prompts_of, read_settings, row_errors, run_turns
+from serving import server_process
 
 from midstream.backends.bundled import smollm2_path
 from midstream.core.capture import CaptureReceipt
@@ -83,14 +79,12 @@ def transports() -> dict[str, Timing]:
 
 
 def main() -> None:
-    settings = _read_arguments()
+    settings = read_settings("midstream serve")
     torch.set_num_threads(settings.threads)
     RESULTS.mkdir(parents=True, exist_ok=True)
     out = RESULTS / f"api{'-small' * settings.small}.json"
     figures: dict[str, Any] = {"settings": asdict(settings), "versions": environment_facts(), "skipped": {}}
-    joined = [token for ids in make_prompts(smollm2_path(), 256) for token in ids]
-    size = settings.tokens
-    prompts = [joined[i * size : (i + 1) * size] for i in range(settings.prompts)]
+    prompts = prompts_of(settings)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = scratch / "prompts.json"
@@ -119,50 +113,8 @@ def main() -> None:
             figures["versions"] |= clients[name].versions
             subjects = [one for one in clients[name].subjects if name != "vllm" or one != "one by one"]
             runs |= {f"{name}: {of}": functools.partial(clients[name].run, of) for of in subjects}
-        figures["errors"] = _errors(clients, prompts)
-        timings: dict[str, list[Timing]] = {}
-        for run in runs.values():  # warm
-            run()
-        transports()
-        for turn in range(settings.repetitions):
-            for name, timing in (*take_turns(runs, turn), *transports().items()):
-                timings.setdefault(name, []).append(timing)
-                tell(f"repetition {turn + 1} of {settings.repetitions}: {name}: {timing.wall:.2f} s")
-            given = {name: [asdict(one) for one in of] for name, of in timings.items()}
-            out.write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
-    tell(f"figures are in {out}")
-
-
-def _errors(clients: dict[str, ClientProcess], prompts: list[list[int]]) -> dict[str, dict[str, float]]:
-    """Each server's rows of some prompts beside the float32 reference's; `plain`: transformers' own in bfloat16."""
-    checked = list(range(0, len(prompts), max(1, len(prompts) // 6)))
-    given = (smollm2_path(), prompts, checked)
-    reference = plain_rows(*given, torch.float32, attn_implementation="eager")
-    found = {"plain": asdict(row_error(plain_rows(*given, torch.bfloat16), reference))}
-    for name, client in clients.items():
-        for subject in client.subjects:
-            if "layer" in subject:
-                with client.server.awake():
-                    rows = client.tensors(subject=subject, prompts=checked)
-                found[f"{name}: {subject}"] = asdict(row_error(rows, reference))
-    return found
-
-
-def _read_arguments() -> Settings:
-    parser = argparse.ArgumentParser(description="Measure the speed of midstream serve.")
-    parser.add_argument("--small", action="store_true", help="16 prompts and 2 repetitions: does it run?")
-    parser.add_argument("--repetitions", type=int, help="turns that every subject takes (9; small: 2)")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every process")
-    parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for in vllm-lens' environment")
-    given = parser.parse_args()
-    return Settings(
-        small=given.small,
-        prompts=16 if given.small else 32,
-        tokens=128,
-        repetitions=given.repetitions or (2 if given.small else 9),
-        threads=given.threads,
-        torch=given.torch,
-    )
+        figures["errors"] = row_errors(clients, prompts)
+        run_turns(runs, settings, figures, out, transports)
 
 
 if __name__ == "__main__":

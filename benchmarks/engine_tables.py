@@ -125,40 +125,58 @@ _DELIVERY = "midstream: delivery"
 
 def render_served(figures: dict) -> str:
     """Return all that stands between the marks."""
-    runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
+    runs = _runs(figures)
+    rows = _compared(figures, runs, SERVED)
+    speeds = median_interval([one.rows / one.wall for one in runs[_DELIVERY]])
+    rows.append(("delivery of all layers, MB/s", shown(speeds, "{:,.0f}"), "≥ 300", met(speeds.reaches(300)), ""))
+    about = _asked(figures, "; prefix caches off, no compression", "as above, over the prompts' rows")
+    of_requests = {name: of for name, of in runs.items() if name != _DELIVERY}
+    head, absolute = "Speed of a server with our plugin", _absolute("", "Rows per second", of_requests)
+    return "\n\n".join([about, table((head, *_SPEED), rows), *_not_measured(figures), absolute])
+
+
+_SPEED = ("Wall", "Aim", "Met", "Row error")
+
+
+def _runs(figures: dict) -> dict[str, list[Timing]]:
+    return {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
+
+
+def _asked(figures: dict, how: str, error: str) -> str:
+    """What was asked of servers, and how it was measured."""
     settings, versions = figures["settings"], figures["versions"]
-    count = min(map(len, runs.values()))
-    about = (
+    count = min(map(len, figures["timings"].values()))
+    return (
         f"SmolLM2-135M in bfloat16; {settings['prompts']} prompts of {settings['tokens']} tokens and 16 new ones, 16 "
-        "at a time; prefix caches off, no compression. Server and client share two cores of "
+        f"at a time{how}. Server and client share two cores of "
         f"{versions['processor']}; torch {versions['torch']}. {count} repetitions in turns, medians with their "
         f"{median_interval([0.0] * count).coverage:.0%} interval, an aim is met when the interval reaches it. "
-        "*Row error* as above, over the prompts' rows; transformers' own forward "
-        f"in bfloat16 has {error_of(figures, 'plain')}."
+        f"*Row error* {error}; transformers' own forward in bfloat16 has {error_of(figures, 'plain')}."
     )
+
+
+def _compared(figures: dict, runs: dict[str, list[Timing]], lines: tuple) -> list[tuple[str, ...]]:
+    """A row for each line whose runs there are: the speed of one beside that of the other, and the aim."""
     rows: list[tuple[str, ...]] = []
-    for what, subject, other, aimed, aim in SERVED:
+    for what, subject, other, aimed, aim in lines:
         if subject in runs and other in runs:
             wall = ratio(runs[other], runs[subject], "wall")
             done = "" if aim is None else met(wall.reaches(aim))
             rows.append((what, shown(wall), aimed, done, error_of(figures, subject)))
-    speeds = median_interval([one.rows / one.wall for one in runs[_DELIVERY]])
-    rows.append(("delivery of all layers, MB/s", shown(speeds, "{:,.0f}"), "≥ 300", met(speeds.reaches(300)), ""))
-    skipped = [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
-    absolute = [
+    return rows
+
+
+def _not_measured(figures: dict) -> list[str]:
+    return [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
+
+
+def _absolute(more: str, unit: str, runs: dict[str, list[Timing]]) -> str:
+    rows = [
         (name, shown(median_interval([one.rows / one.wall for one in of]), "{:,.0f}"),
          shown(median_interval([one.wall for one in of])))
-        for name, of in runs.items() if name != _DELIVERY
+        for name, of in runs.items()
     ]  # fmt: skip
-    head = ("Speed of a server with our plugin", "Wall", "Aim", "Met", "Row error")
-    return "\n\n".join(
-        [
-            about,
-            table(head, rows),
-            *skipped,
-            "### The same runs in absolute figures\n\n" + table(("Run", "Rows per second", "Seconds"), absolute),
-        ]
-    )
+    return f"### The same runs in absolute figures{more}\n\n" + table(("Run", unit, "Seconds"), rows)
 
 
 # What is measured, in words; the run; the run that it is compared with; the aim.
@@ -170,49 +188,20 @@ API = (
     ("all layers by handle, of none", "api: all layers, by handle", "api: generate", "", None),
     ("bytes of all layers, of base64 in JSON, on the server's side", "transport: bytes", "transport: base64", "≥ 5", 5),
 )
-_LENS = (("one layer", "one layer, by handle"), ("all layers", "all layers, by handle"))
+_LENS = tuple(
+    (f"{what}, all rows, {words}, of vllm-lens' server", f"{kind}: {what}, by handle", f"lens: {what}", "> 1", 1.0)
+    for what in ("one layer", "all layers")
+    for kind, words in (("api", "embedded"), ("vllm", "`--backend vllm`"))
+)
 
 
 def render_api(figures: dict) -> str:
     """Return all that stands between the marks."""
-    runs = {name: [Timing(**timing) for timing in timings] for name, timings in figures["timings"].items()}
-    settings, versions = figures["settings"], figures["versions"]
-    count = min(map(len, runs.values()))
-    about = (
-        f"SmolLM2-135M in bfloat16; {settings['prompts']} prompts of {settings['tokens']} tokens and 16 new ones, 16 "
-        f"at a time. Server and client share two cores of {versions['processor']}; torch {versions['torch']}. {count} "
-        f"repetitions in turns, medians with their {median_interval([0.0] * count).coverage:.0%} interval, an aim is "
-        "met when the interval reaches it. *Row error* as above; transformers' own forward in bfloat16 has "
-        f"{error_of(figures, 'plain')}."
-    )
-    rows: list[tuple[str, ...]] = []
-    for what, subject, other, aimed, aim in API:
-        if subject in runs and other in runs:
-            wall = ratio(runs[other], runs[subject], "wall")
-            done = "" if aim is None else met(wall.reaches(aim))
-            rows.append((what, shown(wall), aimed, done, error_of(figures, subject)))
-    for theirs, ours in _LENS:
-        for kind, words in (("api", "embedded"), ("vllm", "`--backend vllm`")):
-            if f"{kind}: {ours}" in runs and f"lens: {theirs}" in runs:
-                wall = ratio(runs[f"lens: {theirs}"], runs[f"{kind}: {ours}"], "wall")
-                what = f"{theirs}, all rows, {words}, of vllm-lens' server"
-                rows.append((what, shown(wall), "> 1", met(wall.reaches(1.0)), error_of(figures, f"{kind}: {ours}")))
-    skipped = [f"Not measured: {name} ({reason})." for name, reason in figures["skipped"].items()]
-    absolute = [
-        (name, shown(median_interval([one.rows / one.wall for one in of]), "{:,.0f}"),
-         shown(median_interval([one.wall for one in of])))
-        for name, of in runs.items()
-    ]  # fmt: skip
-    head = ("Speed of `midstream serve`", "Wall", "Aim", "Met", "Row error")
-    return "\n\n".join(
-        [
-            about,
-            table(head, rows),
-            *skipped,
-            "### The same runs in absolute figures (rows; of transports, MB)\n\n"
-            + table(("Run", "Per second", "Seconds"), absolute),
-        ]
-    )
+    runs = _runs(figures)
+    rows = _compared(figures, runs, (*API, *_LENS))
+    absolute = _absolute(" (rows; of transports, MB)", "Per second", runs)
+    about = _asked(figures, "", "as above")
+    return "\n\n".join([about, table(("Speed of `midstream serve`", *_SPEED), rows), *_not_measured(figures), absolute])
 
 
 def render_cases(figures: dict) -> str:

@@ -1,5 +1,10 @@
-"""Servers and their clients, each in a process of its own for a whole run; a server that is not asked is stopped."""
+"""Benchmarks of servers: they and their clients, each in a process of its own for a whole run, and the turns they take.
 
+A server that is not asked is stopped.
+"""
+
+import argparse
+import json
 import os
 import signal
 import socket
@@ -7,15 +12,81 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from capture import tell
 from environments import HERE, Unavailable
-from measure import Timing
+from measure import Timing, take_turns
 from peer_process import LineProcess
+from prompts import make_prompts
+from reference import plain_rows, row_error
+
+from midstream.backends.bundled import smollm2_path
 
 BOOT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run."""
+
+    small: bool
+    prompts: int
+    tokens: int
+    repetitions: int
+    threads: int
+    torch: str
+
+
+def read_settings(what: str) -> Settings:
+    """The arguments of a benchmark that measures the speed of `what`."""
+    parser = argparse.ArgumentParser(description=f"Measure the speed of {what}.")
+    parser.add_argument("--small", action="store_true", help="16 prompts and 2 repetitions: does it run?")
+    parser.add_argument("--repetitions", type=int, help="turns that every subject takes (9; small: 2)")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every process")
+    parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for in vllm-lens' environment")
+    given = parser.parse_args()
+    return Settings(
+        small=given.small,
+        prompts=16 if given.small else 32,
+        tokens=128,
+        repetitions=given.repetitions or (2 if given.small else 9),
+        threads=given.threads,
+        torch=given.torch,
+    )
+
+
+def prompts_of(settings: Settings) -> list[list[int]]:
+    """Prompts of one length."""
+    joined = [token for ids in make_prompts(smollm2_path(), 256) for token in ids]
+    size = settings.tokens
+    return [joined[i * size : (i + 1) * size] for i in range(settings.prompts)]
+
+
+def run_turns(
+    runs: Mapping[str, Callable[[], Timing]],
+    settings: Settings,
+    figures: dict[str, Any],
+    out: Path,
+    beside: Callable[[], Mapping[str, Timing]] = dict,
+) -> None:
+    """Warm every subject, let all take their turns, and write what is known after each. beside: measured here."""
+    timings: dict[str, list[Timing]] = {}
+    for run in runs.values():
+        run()
+    beside()
+    for turn in range(settings.repetitions):
+        for name, timing in (*take_turns(runs, turn), *beside().items()):
+            timings.setdefault(name, []).append(timing)
+            tell(f"repetition {turn + 1} of {settings.repetitions}: {name}: {timing.wall:.2f} s")
+        given = {name: [asdict(one) for one in of] for name, of in timings.items()}
+        out.write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
+    tell(f"figures are in {out}")
 
 
 def free_port() -> int:
@@ -88,3 +159,18 @@ class ClientProcess(LineProcess):
     def run(self, subject: str) -> Timing:
         with self.server.awake():
             return self.timed(subject=subject)
+
+
+def row_errors(clients: Mapping[str, ClientProcess], prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Each tool's rows of some prompts beside the float32 reference's; `plain`: transformers' own in bfloat16."""
+    checked = list(range(0, len(prompts), max(1, len(prompts) // 6)))
+    given = (smollm2_path(), prompts, checked)
+    reference = plain_rows(*given, torch.float32, attn_implementation="eager")
+    found = {"plain": asdict(row_error(plain_rows(*given, torch.bfloat16), reference))}
+    for name, client in clients.items():
+        for subject in client.subjects:
+            if "layer" in subject:
+                with client.server.awake():
+                    rows = client.tensors(subject=subject, prompts=checked)
+                found[f"{name}: {subject}"] = asdict(row_error(rows, reference))
+    return found

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import midstream as ms
 from midstream.formats.spec_json import encode_spec
 from midstream.formats.wire import decode_tensor
 from on_vllm.engine_options import ENGINE
 from on_vllm.kit import Engines, relative
-from on_vllm.lens_client import CHAT, TEXT, vector
+from on_vllm.lens_client import TEXT, vector
 from on_vllm.serving import Servers
-from on_vllm.test_serve_lens import LENS, due
+from on_vllm.test_serve_lens import asked, check_rows, check_steers, due
 from server.kit import Serve
 
 FRONTS = ("huggingface", "vllm", "upstream")
@@ -101,33 +96,10 @@ def test_our_client_reads_from_it(front: Serve, bytes_llama: tuple[Path, ms.Lang
 
 
 def test_vllm_lens_own_client(front: Serve, bytes_llama: tuple[Path, ms.LanguageModel], tmp_path: Path) -> None:
-    script = Path(__file__).parent / "lens_client.py"
-    done = subprocess.run(
-        [sys.executable, str(script), front.url, front.url, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(LENS)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    tensors, said = load_file(tmp_path / "tensors.safetensors"), json.loads((tmp_path / "said.json").read_text())
-    lm = bytes_llama[1]
-    for name in ("inline", "binary"):
-        for key, prompt, layers in ((name, TEXT, [0, 2]), (f"chat {name}", CHAT, [1])):
-            rows, text = due(lm, prompt, layers)
-            assert said[key] == text
-            assert relative(tensors[key], rows) < 1e-4
-    specs = {
-        "every position": ms.add(vector(1, 128)[0], layers=[1], strength=4.0),
-        "norm match": ms.add(vector(1, 128)[0], layers=[1], strength=0.5, norm_match=True),
-        "some positions": ms.add(vector(1, 2, 128)[0], layers=[0], strength=4.0, positions=[3, 7]),
-    }
-    for name, spec in specs.items():
-        rows, text = due(lm, TEXT, [1], steering=spec)
-        assert said[name] == text
-        assert relative(tensors[name], rows) < 1e-4
+    told = asked(front.url, front.url, tmp_path)
+    check_rows(told, bytes_llama[1])
+    check_steers(told, bytes_llama[1])
+    said = told[1]
     assert "code of a caller is never run: use steering" in said["hooks"]
     assert "it has no Layer 9." in said["no such layer"]
     assert "Set n to 1" in said["several"]
-    assert torch.isfinite(tensors["inline"]).all()

@@ -33,10 +33,15 @@ def told(
 ) -> Told:
     assert LENS.is_dir(), "make setup-vllm unpacks vllm-lens' wheel there"
     out = tmp_path_factory.mktemp("lens")
-    script = Path(__file__).parent / "lens_client.py"
     server = servers.get(bytes_llama[0])
+    return asked(server.url, small_server.url, out)
+
+
+def asked(url: str, small_url: str, out: Path) -> Told:
+    """What vllm-lens' client got: tensors, and the rest."""
+    script = Path(__file__).parent / "lens_client.py"
     done = subprocess.run(
-        [sys.executable, str(script), server.url, small_server.url, str(out)],
+        [sys.executable, str(script), url, small_url, str(out)],
         env={**os.environ, "PYTHONPATH": str(LENS)},
         capture_output=True,
         text=True,
@@ -52,16 +57,18 @@ def due(lm: ms.LanguageModel, prompt: Any, layers: list[int], **given: Any) -> t
     return torch.stack([cap.rows(layer) for layer in sorted(layers)]), cap.outputs[0].text
 
 
-@pytest.mark.parametrize("name", ["inline", "binary"])
-def test_rows_of_completions_and_chats(told: Told, bytes_llama: tuple[Path, ms.LanguageModel], name: str) -> None:
+def check_rows(told: Told, lm: ms.LanguageModel) -> None:
+    """Completions and chats, inline and by handle."""
     tensors, said = told
-    for key, prompt, layers in ((name, TEXT, [0, 2]), (f"chat {name}", CHAT, [1])):
-        rows, text = due(bytes_llama[1], prompt, layers)
-        assert said[key] == text
-        assert relative(tensors[key], rows) < 1e-4
+    for name in ("inline", "binary"):
+        for key, prompt, layers in ((name, TEXT, [0, 2]), (f"chat {name}", CHAT, [1])):
+            rows, text = due(lm, prompt, layers)
+            assert said[key] == text
+            assert relative(tensors[key], rows) < 1e-4
 
 
-def test_steering_of_every_form(told: Told, bytes_llama: tuple[Path, ms.LanguageModel]) -> None:
+def check_steers(told: Told, lm: ms.LanguageModel) -> None:
+    """Steering vectors of every form."""
     tensors, said = told
     specs = {
         "every position": ms.add(vector(1, 128)[0], layers=[1], strength=4.0),
@@ -69,10 +76,18 @@ def test_steering_of_every_form(told: Told, bytes_llama: tuple[Path, ms.Language
         "some positions": ms.add(vector(1, 2, 128)[0], layers=[0], strength=4.0, positions=[3, 7]),
     }
     for name, spec in specs.items():
-        rows, text = due(bytes_llama[1], TEXT, [1], steering=spec)
+        rows, text = due(lm, TEXT, [1], steering=spec)
         assert said[name] == text
         assert relative(tensors[name], rows) < 1e-4
     assert len({said[name] for name in specs} | {said["plain"]}) > 2
+
+
+def test_rows_of_completions_and_chats(told: Told, bytes_llama: tuple[Path, ms.LanguageModel]) -> None:
+    check_rows(told, bytes_llama[1])
+
+
+def test_steering_of_every_form(told: Told, bytes_llama: tuple[Path, ms.LanguageModel]) -> None:
+    check_steers(told, bytes_llama[1])
 
 
 def test_its_errors_are_in_its_form(told: Told) -> None:

@@ -231,6 +231,21 @@ def test_a_stream_of_a_chat(client: httpx2.Client, lm: ms.LanguageModel) -> None
     assert text == lm.generate([messages], max_tokens=6)[0].text
 
 
+def test_a_stream_that_fails_midway_says_so_last_under_its_own_id(client: httpx2.Client) -> None:
+    spec = ms.add(torch.full((32,), 1e30), layers=[3], strength=1e9, rows="generated")  # more than a float holds
+    body = {"prompt": PROMPT, "steering": encode_spec(spec), "temperature": 1, "max_tokens": 6, "stream": True}
+    body["return_token_ids"] = True  # so that each token is an event
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        request_id = answer.headers["x-request-id"]
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    first, *_, last = map(json.loads, lines)
+    assert first["choices"]
+    assert last["request_id"] == request_id
+    assert last["error"]["code"] == "upstream_server_error"
+    assert "not finite" in last["error"]["message"]
+
+
 def test_constraints_in_both_forms(client: httpx2.Client) -> None:
     one = post(client, prompt=PROMPT, structured_outputs={"choice": ["yes", "no"]}, max_tokens=8, temperature=0)
     assert one["choices"][0]["text"] in ("yes", "no")

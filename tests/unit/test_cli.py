@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +21,16 @@ from midstream.cli import app, main
 from midstream.formats import hidden_states_file
 from midstream.progress import token_progress
 from unit.captures import made
+from unit.command import Ran, Run, runner
 from unit.tiny_checkpoint import HIDDEN, LAYERS, POISON, save_tiny
 
 MIDSTREAM = [sys.executable, "-m", "midstream.cli"]
 SITES = ("resid_pre", "resid_post", "attn_out", "mlp_out", "head_out", "q", "k")
 
 
-@dataclass(frozen=True)
-class Ran:
-    """One command line that has run in this process."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Ran]
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def one(*words: str | Path) -> Ran:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return Ran(code, *capsys.readouterr())
-
-    return one
+    return runner(capsys)
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +12,19 @@ import numpy as np
 import pytest
 
 import midstream as ms
-from midstream.cli import main
 from midstream.cli.steering import Steering, given_steering
 from midstream.core.artifacts import Artifact
 from midstream.core.interventions import OpReceipt
 from midstream.core.ops import Add, Clamp
 from midstream.formats.vectors import write_vectors
 from midstream.formats.wire import encode_tensor
+from unit.command import Run, runner
 from unit.tiny_checkpoint import HIDDEN, LAYERS, save_tiny
-
-
-@dataclass(frozen=True)
-class Ran:
-    """One command line that has run in this process."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def one(*words: str | Path) -> Ran:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return Ran(code, *capsys.readouterr())
-
-    return one
+    return runner(capsys)
 
 
 def vector(seed: int) -> np.ndarray[Any, Any]:

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from midstream.cli import main
 from midstream.server.keys import Keys
 from midstream.server.ledger import Ledger, Usage
+from unit.command import Run, runner
 from unit.stores import opened
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-
-    def one(*words: str | Path) -> Ran:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return Ran(code, out, err)
-
-    return one
+    return runner(capsys)
 
 
 def test_a_key_is_made_listed_and_revoked(run: Run, tmp_path: Path) -> None:

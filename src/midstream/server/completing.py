@@ -182,23 +182,25 @@ class Run:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The same as the events of a stream. An error is its last event, or raised where it is the first."""
-        answers, begun = self.answers, False
+        answers, begun, sent = self.answers, False, False
         try:
             async for one, news in self._events():
                 if not begun:
                     begun = True
                     for text in answers.begin(self.choices):
+                        sent = True
                         yield text.encode()
                 text = one.grow(news)
                 ids, logprobs = (news.token_ids, news.logprobs or ()) if isinstance(news, Grown) else ((), ())
                 if (said := answers.piece(one, text, ids, logprobs)) is not None:
+                    sent = True
                     yield said.encode()
             if answers.include_usage:
                 yield answers.chunk([], usage=answers.usage(self.choices)).encode()
             async for piece in self._last():
                 yield piece
         except MidstreamError as error:
-            if not begun:
+            if not sent:
                 raise
             yield event(refusal(error).body()).encode()
             return
