@@ -64,8 +64,9 @@ def _server(base_url: Sequence[str] | None, backend: str) -> dict[str, Any]:
         if base_url:
             raise spec_error("E_BAD_PARAM", "--base-url", f"is for --backend vllm-serve; this is {backend}")
         return {}
-    key = os.environ.get("MIDSTREAM_API_KEY")
-    return {"base_url": list(base_url or ())} | ({} if key is None else {"api_key": key})
+    from midstream.backends.vllm.serve.options import api_key_of_servers
+
+    return {"base_url": list(base_url or ()), **api_key_of_servers()}
 
 
 def _waiting(words: str) -> AbstractContextManager[Any]:

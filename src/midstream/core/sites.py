@@ -121,10 +121,11 @@ def site_layers(
     layers: Any,
     layouts: Mapping[Site, Mapping[int, SiteLayout]],
     refused: Mapping[Site, str],
+    path: str = "sites",
 ) -> dict[Site, tuple[int, ...]]:
-    """Each site's layers, checked against a model: E_SITE and E_LAYER_RANGE name what there is."""
+    """Each site's layers, checked against a model: E_SITE, at `path`, and E_LAYER_RANGE name what there is."""
     return {
-        site: layer_set(layers, layers_at(site, layouts, refused), "capture.layers", f"{site} of this model")
+        site: layer_set(layers, layers_at(site, layouts, refused, path), "capture.layers", f"{site} of this model")
         for site in sites
     }
 

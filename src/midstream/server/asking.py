@@ -227,7 +227,8 @@ def _check_capture(request: ServedRequest, served: Served, asked: Asked | None, 
     if asked.residual:
         _check_layers(capture, served)
     layouts = layouts_at(
-        site_layers(capture.sites, capture.layers, engine.layouts, engine.capabilities.refused), engine.layouts
+        site_layers(capture.sites, capture.layers, engine.layouts, engine.capabilities.refused, "capture.sites"),
+        engine.layouts,
     )
     width = sum(one.width for of in layouts.values() for one in of.values())
     ids, most = request.prompt.token_ids, request.params.max_tokens

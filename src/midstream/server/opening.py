@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from midstream.backends.serving import ServingEngine
+from midstream.backends.vllm.serve.options import api_key_of_servers
 from midstream.core.backend import BackendSpec
 from midstream.core.errors import spec_error
 from midstream.core.interventions import InterventionSpec
 from midstream.formats.artifacts import ArtifactRegistry
 
 from .asking import Served
-
-_KEY: Final = "MIDSTREAM_API_KEY"
-"""The variable that holds the key of servers upstream."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,5 @@ def _vllm(name: str, engines: Engines, registry: ArtifactRegistry) -> ServingEng
 def _upstream(name: str, engines: Engines, registry: ArtifactRegistry) -> ServingEngine:
     from midstream.backends.vllm.serve.upstream import UpstreamEngine
 
-    key = os.environ.get(_KEY)
-    options = {"base_url": list(engines.upstream)} | ({} if key is None else {"api_key": key})
+    options = {"base_url": list(engines.upstream), **api_key_of_servers()}
     return UpstreamEngine(BackendSpec("vllm-serve", name, options), registry=registry)

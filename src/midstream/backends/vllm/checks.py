@@ -25,7 +25,7 @@ from midstream.core.items import (
     steering_path,
 )
 from midstream.core.prompts import PreparedPrompt
-from midstream.core.sites import Site, SiteLayout, layers_at, layouts_at, site_layers
+from midstream.core.sites import Site, SiteLayout, layouts_at, site_layers
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.step import whole_sequence
 
@@ -69,9 +69,8 @@ class Known(Protocol):
 
 def captured(capture: CaptureSpec, facts: Layouts) -> dict[Site, dict[int, SiteLayout]]:
     """What a capture is of; E_SITE and E_LAYER_RANGE for what a model has not."""
-    for site in capture.sites:
-        layers_at(site, facts.layouts, facts.refused, "capture.sites")
-    return layouts_at(site_layers(capture.sites, capture.layers, facts.layouts, facts.refused), facts.layouts)
+    sites = site_layers(capture.sites, capture.layers, facts.layouts, facts.refused, "capture.sites")
+    return layouts_at(sites, facts.layouts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from midstream.core.capture import CaptureSpec
 from midstream.core.errors import EngineError, MidstreamError, ModelLoadError, PromptError, SpecError, spec_error
 from midstream.core.items import GenerationItem, InterventionEntry
 from midstream.core.ops import KINDS
-from midstream.core.sites import Site, SiteLayout, layers_at, site_layers
+from midstream.core.sites import Site, SiteLayout, site_layers
 from midstream.core.text import decoder
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.formats.discovery import Model
@@ -266,9 +266,7 @@ class EmbeddedEngine:
     def _keeping(self, capture: CaptureSpec, request: ServedRequest, prompt_len: int) -> Keeping:
         """What a capture is of; SpecError for what this model has not, and for more rows than can be held."""
         ready = self._ready
-        for site in capture.sites:
-            layers_at(site, ready.taps.layouts, ready.taps.refused, "capture.sites")
-        sites = site_layers(capture.sites, capture.layers, ready.taps.layouts, ready.taps.refused)
+        sites = site_layers(capture.sites, capture.layers, ready.taps.layouts, ready.taps.refused, "capture.sites")
         dtype = getattr(torch, capture.dtype) if capture.dtype else None
         columns = tuple(
             Column(site, layer, ready.taps.layouts[site][layer].width, dtype or ready.types[site, layer])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, ClassVar, Self
 from urllib.parse import urlsplit
 
@@ -60,3 +61,9 @@ class ServeOptions(Wire):
             message = "where is the server? give base_url='http://host:port'"
             raise spec_error("E_BAD_PARAM", "options.base_url", message)
         return cls.of(dict(spec.options))
+
+
+def api_key_of_servers() -> dict[str, str]:
+    """The option `api_key`, where the environment has one: MIDSTREAM_API_KEY."""
+    key = os.environ.get("MIDSTREAM_API_KEY")
+    return {} if key is None else {"api_key": key}
