@@ -106,7 +106,7 @@ def test_every_site_and_steered_routers(name: str, tools: Any) -> None:
 
 
 def test_a_model_that_does_not_pad_runs_equal_lengths_together(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.backends.huggingface.continuous.worker._MOMENT", 0.2)
+    monkeypatch.setattr("midstream.backends.huggingface.continuous.worker._LISTENS", 10.0)
     model = ARCHITECTURES["llama"]()
     one = served(model)
     requests = [asked(length, seed, capture=CaptureSpec(layers=[2])) for seed, length in enumerate((6, 9, 6, 3, 8))]

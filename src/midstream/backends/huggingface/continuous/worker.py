@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,8 +29,8 @@ from .line import Line, table_for
 from .served import Event, Finished, Served
 from .watch import Watch
 
-_MOMENT: Final = 0.002
-"""Seconds for which an idle engine listens whether more requests come, which then run together from the start."""
+_LISTENS: Final = 0.1
+"""Of the time of a pass: how long an idle engine listens whether one more request comes, to run them together."""
 _BATCH: Final = "room in the batch"
 _ROWS: Final = "room for rows"
 Tell = Callable[[list[tuple[Served, Event]]], None]
@@ -60,6 +61,7 @@ class Worker:
         self._prefills: deque[Prefill] = deque()
         self._batches: list[Batch] = []
         self._news: list[tuple[Served, Event]] = []
+        self._pass_seconds = 0.02  # of the last pass
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open = True
         self._lock = Lock()  # whoever is let in before the end is told of it
@@ -104,10 +106,10 @@ class Worker:
         try:
             with torch.inference_mode(), fresh_positions(self._call.model):
                 while self._open:
-                    self._admit()
-                    if not self._running:
-                        self._inbox.get()()
                     self._drain(together=not self._running)
+                    self._admit()
+                    if not self._running and self._open:
+                        self._inbox.get()()
                     if self._prefills:
                         self._prefill()
                         self._report()
@@ -128,9 +130,10 @@ class Worker:
 
     def _drain(self, together: bool = False) -> None:
         """Do what others have said. together: what begins now waits a moment for what comes with it."""
+        moment = _LISTENS * self._pass_seconds if together else 0
         with suppress(Empty):
             while True:
-                self._inbox.get(timeout=_MOMENT if together and len(self._line) < self._limits.max_batch else 0)()
+                self._inbox.get(timeout=moment if len(self._line) < self._limits.max_batch else 0)()
 
     def _report(self) -> None:
         if self._news:
@@ -246,8 +249,10 @@ class Worker:
     def _decode(self, batch: Batch) -> None:
         """One more token for each sequence of a batch."""
         with self._failing(batch):
+            begun = time.perf_counter()
             logits = self._pass(batch.rows, batch.next(), batch.cache)
             self._sample(batch, logits[:, -1])
+            self._pass_seconds = time.perf_counter() - begun
 
     def _pass(self, rows: Sequence[Served], step: Pass, cache: Any, every: bool = False) -> Tensor:
         """One forward, with the taps that its rows want."""
