@@ -17,6 +17,11 @@ def met(reached: bool) -> str:
     return "yes" if reached else "no"
 
 
+def ahead(figure: Interval) -> str:
+    """Whether a speed over another tool's is above 1: "even" where the interval holds both."""
+    return "yes" if figure.low > 1 else "even" if figure.high >= 1 else "no"
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
