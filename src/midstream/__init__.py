@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
+    from . import harvest as harvest
     from .core.artifacts import Artifact as Artifact
     from .core.capture import CaptureReceipt as CaptureReceipt
     from .core.capture import CaptureSpec as CaptureSpec
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # for type checkers; `_HOMES` below is what runs
     from .core.items import InterventionEntry as InterventionEntry
     from .core.items import ScoringItem as ScoringItem
     from .core.items import StackEntry as StackEntry
+    from .core.probe import Probe as Probe
     from .core.result import CaptureResult as CaptureResult
     from .core.select import SelectSpec as SelectSpec
     from .core.stream import Chunk as Chunk
@@ -76,19 +78,23 @@ _HOMES = {
     "core.generation": ("Completion", "GenerationParams", "TokenLogprob"),
     "core.interventions": ("InterventionSpec", "OpReceipt"),
     "core.items": ("ConstraintEntry", "GenerationItem", "HookEntry", "InterventionEntry", "ScoringItem", "StackEntry"),
+    "core.probe": ("Probe",),
     "core.result": ("CaptureResult",),
     "core.select": ("SelectSpec",),
     "core.stream": ("Chunk",),
     "language_model": ("LanguageModel", "load"),
     "steering": ("ablate", "add", "affine", "clamp", "function", "low_rank", "patch", "replace", "rotate", "router"),
 }
+_ROOMS = ("harvest",)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [*sorted(_HOME_OF), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*sorted(_HOME_OF), *_ROOMS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import midstream` costs next to nothing."""
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module 'midstream' has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

@@ -16,6 +16,7 @@ from .budgets import budgets
 from .capture import capture
 from .demo import demo
 from .generate import generate
+from .harvest import harvest
 from .inspect import inspect
 from .keys import keys
 from .schema import schema
@@ -60,7 +61,7 @@ def midstream(
         typer.echo(context.get_help())
 
 
-for command in (demo, capture, generate, score, inspect, verify, schema, serve):
+for command in (demo, capture, harvest, generate, score, inspect, verify, schema, serve):
     app.command()(command)
 app.command(name="vllm-serve", context_settings=PASSED_ON)(vllm_serve)
 app.add_typer(keys, name="keys")

@@ -32,8 +32,8 @@ from .tensor_file import DTYPES, opened, owned, read_json, write
 FORMAT: Final = 1
 KEY: Final = "midstream"
 _WHAT: Final = "a capture file"
-_LABELS: Final = ("sample", "choice", "position", "token_id", "phase")
-_OTHERS: Final = (*(f"labels.{name}" for name in _LABELS), "prompts.ids", "prompts.offsets")
+LABELS: Final = ("sample", "choice", "position", "token_id", "phase")
+_OTHERS: Final = (*(f"labels.{name}" for name in LABELS), "prompts.ids", "prompts.offsets")
 
 
 class _Choice(Wire):
@@ -124,13 +124,19 @@ def save(result: CaptureResult, path: str | PathLike[str]) -> Path:
     if not result.labelled:
         raise CaptureError("these rows have no labels (a file without token ids): a capture file needs them")
     tensors = {f"{site}.{layer}": tensor for (site, layer), tensor in result.tensors.items()}
-    for name in _LABELS[:-1]:
-        tensors[f"labels.{name}"] = torch.tensor(getattr(result.labels, name), dtype=torch.int64)
+    return write(path, tensors | label_tensors(result), {KEY: _metadata(result)})
+
+
+def label_tensors(result: CaptureResult) -> dict[str, Tensor]:
+    """The labels of a capture's rows, and its prompts, under the names of the file."""
+    tensors = {
+        f"labels.{name}": torch.tensor(getattr(result.labels, name), dtype=torch.int64) for name in LABELS[:-1]
+    }
     tensors["labels.phase"] = torch.tensor(result.labels.generated, dtype=torch.uint8)
     prompts = [output.prompt_token_ids for output in result.outputs]
     tensors["prompts.ids"] = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
     tensors["prompts.offsets"] = torch.tensor([0, *accumulate(map(len, prompts))], dtype=torch.int64)
-    return write(path, tensors, {KEY: _metadata(result)})
+    return tensors
 
 
 def _metadata(result: CaptureResult) -> dict[str, Any]:
@@ -221,7 +227,7 @@ def load(path: str | PathLike[str]) -> CaptureResult:
         tensors: dict[tuple[Site, int], Tensor] = {
             (site, layer): owned(file, f"{site}.{layer}") for site, layer in places
         }
-        columns = {name: owned(file, f"labels.{name}").numpy() for name in _LABELS}
+        columns = {name: owned(file, f"labels.{name}").numpy() for name in LABELS}
         ids, offsets = owned(file, "prompts.ids"), owned(file, "prompts.offsets")
     labels = _labels(columns, len(metadata.outputs), path)
     errors: dict[int, MidstreamError] = {sample: CaptureError(text) for sample, text in metadata.errors.items()}

@@ -1,0 +1,110 @@
+"""A harvest: everything checked, then what of it is not in the directory yet computed and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from midstream.core.errors import MidstreamError, PromptError
+from midstream.core.probe import Probe
+from midstream.core.prompts import PreparedPrompt, prepare
+from midstream.formats.records import Record
+from midstream.language_model import LanguageModel
+
+from . import inputs
+from .directory import locked
+from .identity import Subject, capture_of, identity_of
+from .manifest import Counts, Manifest, check_same, read_manifest
+from .pipeline import Pipeline, Told
+from .planning import Planner
+from .sequences import Document, too_long
+from .spec import HarvestSpec
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did. counts: of the whole directory. made, tokens, seconds: what this run computed."""
+
+    directory: Path
+    counts: Counts
+    shards: int
+    made: int
+    tokens: int
+    seconds: float
+
+
+def run(
+    lm: LanguageModel,
+    prompts: Any,
+    out: str | PathLike[str],
+    spec: HarvestSpec,
+    *,
+    probes: Sequence[Probe] = (),
+    trust: bool = False,
+    refuse_nonfinite: bool = False,
+    told: Told | None = None,
+) -> Report:
+    """Harvest `prompts` (see inputs.opened) into the directory `out`, or what of it is not there yet.
+
+    trust: of shards that are there, compare the sizes alone. refuse_nonfinite: CaptureError, before it is written, for
+    a shard with NaN or infinite values. Raises what the model or the input cannot give before anything is computed;
+    OtherHarvestError where the directory holds another harvest, BusyError where one runs in it.
+    """
+    directory = Path(out)
+    titles = [one.title for one in probes]
+    if twice := sorted({name for name in titles if titles.count(name) > 1}):
+        raise MidstreamError(f"two probes are called {twice[0]}: name them apart")
+    spec = spec.model_copy(update={"capture": capture_of(probes, spec.capture)})
+    subject = Subject.of(lm, spec, probes)
+    with inputs.opened(prompts) as given, locked(directory):
+        planner = _planner(subject, spec)
+        scanned = inputs.scan(given, _checker(planner, subject))
+        identity = identity_of(subject, spec, probes, scanned)
+        manifest = read_manifest(directory)
+        if manifest is None:
+            manifest = Manifest(identity=identity)
+            manifest.write(directory)
+        check_same(manifest.identity, identity, directory)
+        pipeline = Pipeline(
+            subject, spec, tuple(probes), planner, given, scanned, directory, manifest, refuse_nonfinite
+        )
+        pipeline.finish(trust, told)
+        made, clock = pipeline.made, pipeline.clock
+    return Report(directory, pipeline.manifest.counts, len(pipeline.manifest.shards), made, clock.tokens, clock.seconds)
+
+
+def _planner(subject: Subject, spec: HarvestSpec) -> Planner:
+    tokenizer = subject.lm.tokenizer
+
+    def prepared(record: Record, number: int) -> PreparedPrompt:
+        one = prepare(record.prompt, tokenizer, index=number, add_special_tokens=spec.add_special_tokens)
+        if one.multi_modal_data:
+            raise PromptError(f"{record.source} has images or the like, and a harvest reads text")
+        return one
+
+    return Planner(spec, prepared, subject.context, subject.row_bytes)
+
+
+def _checker(planner: Planner, subject: Subject) -> Callable[[Record, int], None]:
+    """Refuses, before the model runs, what could not be harvested.
+
+    Of texts only those are tokenised that may be too long: a token is a byte at least (but where a normalizer makes
+    more of a text, which is then noticed later), and the tokenizer adds a few of its own.
+    """
+    refuses = planner.spec.too_long == "refuse" and not planner.spec.packed
+    vocabulary = subject.lm.facts.vocab_size
+
+    def check(record: Record, size: int) -> None:
+        text = isinstance(record.prompt, str) or "prompt" in record.prompt
+        if text and not (refuses and size + 8 > planner.context):
+            return
+        ids = planner.prepare(record, 0).token_ids
+        if refuses and len(ids) > planner.context:
+            raise too_long(Document(0, ids, record.source), planner.context)
+        if max(ids) >= vocabulary:
+            raise PromptError(f"{record.source} has token {max(ids)}; the model has {vocabulary:,} tokens")
+
+    return check
