@@ -132,14 +132,14 @@ def test_deaths_one_after_the_other(lm: ms.LanguageModel, tmp_path: Path, monkey
 
 def test_a_disk_that_fills(lm: ms.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harvest.run(lm, TEXTS, tmp_path / "whole", SPEC)
-    real: Any = harvest.pipeline.write_shard
+    real: Any = harvest.writing.write_shard
 
     def full(path: Path, *rest: Any) -> None:
         if path.name == "000001.safetensors":
             raise OSError(28, "No space left on device", str(path))
         real(path, *rest)
 
-    monkeypatch.setattr("midstream.harvest.pipeline.write_shard", full)
+    monkeypatch.setattr("midstream.harvest.writing.write_shard", full)
     with pytest.raises(OSError, match="No space left on device"):
         harvest.run(lm, TEXTS, tmp_path / "out", SPEC)
     monkeypatch.undo()

@@ -7,7 +7,6 @@ from midstream.core.errors import MidstreamError
 if find_spec("pyarrow") is None:
     raise MidstreamError("a harvest needs pyarrow; type: pip install 'midstream[harvest]'")
 
-# ruff: noqa: E402
 from .inputs import Input as Input
 from .manifest import Counts as Counts
 from .manifest import OtherHarvestError as OtherHarvestError

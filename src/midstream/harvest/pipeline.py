@@ -6,23 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
-from midstream.core.errors import CaptureError, MidstreamError
-from midstream.core.probe import Probe
+from midstream.core.errors import MidstreamError
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.result import CaptureResult
 
-from .directory import SAMPLES, damaged, entry, part_file, shard_file, sweep
 from .identity import Subject
 from .inputs import Input, Scanned
-from .manifest import Counts, Manifest, ShardEntry
+from .manifest import ShardEntry
 from .planning import PlannedShard, Planner
-from .samples import join_parts, part_of, write_part
 from .sequences import Cursor
-from .shards import Sample, nonfinite_of, pooled, read_shard, samples_of, stored_of, write_shard
-from .spec import HarvestSpec
+from .writing import Writer
 
 Bound = Literal["model", "disk", "input"]
 T = TypeVar("T")
@@ -55,7 +50,6 @@ class Clock:
     input: float = 0.0
     disk: float = 0.0
     tokens: int = 0
-    bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -87,49 +81,36 @@ class _Task(NamedTuple):
 
 @dataclass(eq=False)
 class Pipeline:
-    """One run on a directory; `manifest` is as it stands on the disk, and changes in the writer's thread alone."""
+    """One run on a directory; the writer works in a thread of its own."""
 
     subject: Subject
-    spec: HarvestSpec
-    probes: tuple[Probe, ...]
     planner: Planner
     given: Input
     scanned: Scanned
-    directory: Path
-    manifest: Manifest
-    refuse_nonfinite: bool
+    writer: Writer
     clock: Clock = field(default_factory=Clock)
-    made: int = 0
     _first: int | None = None
 
     def finish(self, trust: bool, told: Told | None) -> None:
         """Do what is missing, and leave the directory complete."""
-        stands = [*self.manifest.shards, *(one.part for one in self.manifest.shards if one.part is not None)]
-        samples = self.manifest.samples
-        bad = damaged(self.directory, [*stands, *([samples] if samples else [])], trust=trust)
-        if samples is not None and samples.file in bad:
-            self._note(self.manifest.model_copy(update={"samples": None}))
-        self._sweep()
-        with ThreadPoolExecutor(1, "midstream-plan") as reader, ThreadPoolExecutor(1, "midstream-write") as writer:
-            tasks = self._tasks(bad)
+        tasks = self._tasks(self.writer.begin(trust))
+        with ThreadPoolExecutor(1, "midstream-plan") as reader, ThreadPoolExecutor(1, "midstream-write") as disk:
             ahead, writing = reader.submit(next, tasks, None), None
             while (task := self.clock.waited(ahead, "input")) is not None:
                 ahead = reader.submit(next, tasks, None)
                 result = self._captured(task.planned, told) if task.computes else None
                 if writing is not None:
                     self.clock.waited(writing, "disk")
-                writing = writer.submit(self._write, task.planned, result)
+                writing = disk.submit(self.writer.write, task.planned, result)
             if writing is not None:
                 self.clock.waited(writing, "disk")
-        if self.manifest.samples is None:
-            self._complete()
-        self._sweep()
+        self.writer.finish()
 
     # --- what is missing
 
     def _tasks(self, bad: set[str]) -> Iterator[_Task]:
         """What is to do, in order of shards; each run of neighbours is read in one go."""
-        shards, complete = self.manifest.shards, self.manifest.samples is not None
+        shards, complete = self.writer.manifest.shards, self.writer.complete
         going: Iterator[PlannedShard] = iter(())
         expected = -1
         for index, one in enumerate(shards):
@@ -140,7 +121,7 @@ class Pipeline:
                 going = self._planned(index, shards)
             planned, expected = next(going, None), index + 1
             if planned is None or planned.next != Cursor(*one.next):
-                raise MidstreamError(f"{self.directory / one.file} would now hold other records than it did")
+                raise MidstreamError(f"{self.writer.directory / one.file} would now hold other records than it did")
             yield _Task(planned, computes)
         last = Cursor(*shards[-1].next) if shards else Cursor()
         if last.record < self.scanned.records:
@@ -161,7 +142,7 @@ class Pipeline:
             if told is not None:
                 told(self._progress(planned, done))
 
-        capture = self.spec.capture
+        capture = self.planner.spec.capture
         result = self.subject.lm.session.capture(
             prompts,
             capture,
@@ -179,76 +160,4 @@ class Pipeline:
         self._first = first if self._first is None else self._first
         here = records - self._first
         left = clock.seconds * (total - records) / here if here > 0 else None
-        return Progress(int(records), total, clock.tokens + done, clock.bytes, clock.seconds, clock.bound, left)
-
-    # --- the disk
-
-    def _write(self, planned: PlannedShard, result: CaptureResult | None) -> None:
-        """Write a shard, its part of the sample table, and the manifest that knows them."""
-        index = planned.index
-        file = shard_file(index)
-        if result is not None and self.spec.pool is not None:
-            result = pooled(planned, result, self.spec.pool)
-        stored = read_shard(self.directory / file) if result is None else stored_of(result, self.probes)
-        samples, nonfinite = samples_of(planned, stored.labels, stored.errors), nonfinite_of(stored)
-        if self.refuse_nonfinite:
-            _check_finite(samples, nonfinite)
-        if result is None:
-            known = self.manifest.shards[index]
-        else:
-            write_shard(self.directory / file, result, stored, self.probes)
-            counts = _counts(planned, samples, nonfinite, result)
-            known = ShardEntry(
-                **entry(self.directory, file).model_dump(),
-                next=(planned.next.record, planned.next.token),
-                counts=counts,
-                part=None,
-            )
-            self.made, self.clock.bytes = self.made + 1, self.clock.bytes + known.bytes
-        if self.manifest.samples is None:
-            write_part(self.directory / part_file(index), part_of(index, samples, nonfinite))
-            known = known.model_copy(update={"part": entry(self.directory, part_file(index))})
-        shards = (*self.manifest.shards[:index], known, *self.manifest.shards[index + 1 :])
-        self._note(self.manifest.model_copy(update={"shards": shards}))
-
-    def _note(self, manifest: Manifest) -> None:
-        manifest.write(self.directory)
-        self.manifest = manifest
-
-    def _complete(self) -> None:
-        shards = self.manifest.shards
-        join_parts(self.directory / SAMPLES, [self.directory / part_file(index) for index in range(len(shards))])
-        without = tuple(one.model_copy(update={"part": None}) for one in shards)
-        samples = entry(self.directory, SAMPLES)
-        self._note(self.manifest.model_copy(update={"shards": without, "samples": samples}))
-
-    def _sweep(self) -> None:
-        """Leave only what the manifest knows."""
-        manifest = self.manifest
-        known = {one.file for one in manifest.shards} | {one.part.file for one in manifest.shards if one.part}
-        sweep(self.directory, known.__contains__)
-
-
-def _check_finite(samples: list[Sample], nonfinite: Any) -> None:
-    for one in samples:
-        if count := int(nonfinite[one.start : one.stop].sum()):
-            row = one.start + int(nonfinite[one.start : one.stop].nonzero()[0][0])
-            raise CaptureError(
-                f"{one.piece.document.source} has {count:,} values that are not finite, the first in row "
-                f"{row - one.start} of it: leave out --refuse-nonfinite to keep them, counted"
-            )
-
-
-def _counts(planned: PlannedShard, samples: list[Sample], nonfinite: Any, result: CaptureResult) -> Counts:
-    return Counts(
-        sequences=len(planned.sequences),
-        samples=len(samples),
-        tokens=planned.tokens,
-        rows=len(result.labels),
-        split=sum(one.piece.start > 0 for one in samples),
-        truncated=sum(one.dropped > 0 for one in samples),
-        dropped=sum(one.dropped for one in samples),
-        failed=sum(one.error is not None for one in samples),
-        nonfinite=int(nonfinite.sum()),
-        overflowed=result.receipt.overflowed,
-    )
+        return Progress(int(records), total, clock.tokens + done, self.writer.bytes, clock.seconds, clock.bound, left)

@@ -22,6 +22,7 @@ from .pipeline import Pipeline, Told
 from .planning import Planner
 from .sequences import Document, too_long
 from .spec import HarvestSpec
+from .writing import Writer
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,11 @@ def run(
             manifest = Manifest(identity=identity)
             manifest.write(directory)
         check_same(manifest.identity, identity, directory)
-        pipeline = Pipeline(
-            subject, spec, tuple(probes), planner, given, scanned, directory, manifest, refuse_nonfinite
-        )
+        writer = Writer(directory, manifest, spec.pool, tuple(probes), refuse_nonfinite)
+        pipeline = Pipeline(subject, planner, given, scanned, writer)
         pipeline.finish(trust, told)
-        made, clock = pipeline.made, pipeline.clock
-    return Report(directory, pipeline.manifest.counts, len(pipeline.manifest.shards), made, clock.tokens, clock.seconds)
+    manifest, clock = writer.manifest, pipeline.clock
+    return Report(directory, manifest.counts, len(manifest.shards), writer.made, clock.tokens, clock.seconds)
 
 
 def _planner(subject: Subject, spec: HarvestSpec) -> Planner:
