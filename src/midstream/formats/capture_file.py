@@ -129,9 +129,7 @@ def save(result: CaptureResult, path: str | PathLike[str]) -> Path:
 
 def label_tensors(result: CaptureResult) -> dict[str, Tensor]:
     """The labels of a capture's rows, and its prompts, under the names of the file."""
-    tensors = {
-        f"labels.{name}": torch.tensor(getattr(result.labels, name), dtype=torch.int64) for name in LABELS[:-1]
-    }
+    tensors = {f"labels.{name}": torch.tensor(getattr(result.labels, name), dtype=torch.int64) for name in LABELS[:-1]}
     tensors["labels.phase"] = torch.tensor(result.labels.generated, dtype=torch.uint8)
     prompts = [output.prompt_token_ids for output in result.outputs]
     tensors["prompts.ids"] = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)

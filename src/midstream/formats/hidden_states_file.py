@@ -78,8 +78,8 @@ class HiddenStatesFile:
 # --- writing
 
 
-def save_capture(result: CaptureResult, directory: str | PathLike[str]) -> list[Path]:
-    """Write one file per sample into `directory` (made if missing): `sample-000000.safetensors` and so on.
+def save_capture(result: CaptureResult, directory: str | PathLike[str], first: int = 0) -> list[Path]:
+    """Write one file per sample into `directory` (made if missing): `sample-000000.safetensors` and so on from `first`.
 
     Takes the resid_pre and resid_post rows; other sites are left out. Each sample must have every row, or
     every row of its prompt, as vLLM's own files have. Refuses, before anything is written: no such site
@@ -98,7 +98,8 @@ def save_capture(result: CaptureResult, directory: str | PathLike[str]) -> list[
     if place.exists() and not place.is_dir():
         raise NotADirectoryError(f"{directory} is a file: name a directory")
     place.mkdir(parents=True, exist_ok=True)
-    return [_save_sample(result, sample, columns, place / f"sample-{sample:06d}.safetensors") for sample in whole]
+    paths = [place / f"sample-{first + sample:06d}.safetensors" for sample in whole]
+    return [_save_sample(result, sample, columns, path) for sample, path in zip(whole, paths, strict=True)]
 
 
 def _columns(result: CaptureResult) -> dict[int, tuple[Site, int]]:

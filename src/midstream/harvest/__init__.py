@@ -7,6 +7,7 @@ from midstream.core.errors import MidstreamError
 if find_spec("pyarrow") is None:
     raise MidstreamError("a harvest needs pyarrow; type: pip install 'midstream[harvest]'")
 
+from .converting import from_hidden_states as from_hidden_states
 from .inputs import Input as Input
 from .manifest import Counts as Counts
 from .manifest import OtherHarvestError as OtherHarvestError

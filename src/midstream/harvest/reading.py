@@ -232,7 +232,7 @@ class Harvest:
 
     def sample(self, index: int) -> dict[str, Tensor]:
         """The rows of one sample by name of column, `[rows, width]`; IndexError where there is no such sample."""
-        start, stop = self._span(index)
+        start, stop = self.span(index)
         return {name: Column(self, name, self._starts)[start:stop] for name in self.columns}
 
     def labels(self, index: int) -> dict[str, Any]:
@@ -240,7 +240,8 @@ class Harvest:
         found = self.samples.slice(index, 1).to_pylist()[0]
         return json.loads(found["labels"]) | ({} if found["id"] is None else {"id": found["id"]})
 
-    def _span(self, index: int) -> tuple[int, int]:
+    def span(self, index: int) -> tuple[int, int]:
+        """The rows of one sample in a column: from which, and before which. IndexError: there is no such sample."""
         if not 0 <= index < len(self):
             raise IndexError(f"no sample {index}; there are {len(self):,}")
         one = self.samples.slice(index, 1).to_pylist()[0]
@@ -257,6 +258,18 @@ class Harvest:
         from .streaming import RowStream
 
         return RowStream(self, layer, **options)
+
+    def to_dataset(self, layer: int | None = None, site: str | None = None) -> Any:
+        """See converting.to_dataset."""
+        from .converting import to_dataset
+
+        return to_dataset(self, layer, site)
+
+    def to_hidden_states(self, directory: str | PathLike[str]) -> list[Path]:
+        """See converting.to_hidden_states."""
+        from .converting import to_hidden_states
+
+        return to_hidden_states(self, directory)
 
     def verify(self) -> list[str]:
         """The names of files that are missing or altered."""

@@ -15,27 +15,23 @@ from midstream.formats.atomic import replacing
 
 from .shards import Sample
 
-SCHEMA: Final = pa.schema(
-    {
-        "record": pa.int64(),
-        "start": pa.int64(),
-        "tokens": pa.int32(),
-        "shard": pa.int32(),
-        "row_start": pa.int64(),
-        "row_stop": pa.int64(),
-        "sequence": pa.int32(),
-        "position": pa.int32(),
-        "dropped": pa.int64(),
-        "nonfinite": pa.int64(),
-        "error": pa.string(),
-        "id": pa.string(),
-        "labels": pa.string(),
-    }
-)
-"""record: its number in the input, from 0. start: the sample's first token in it. tokens: how many. shard, row_start,
-row_stop: where its rows are. sequence, position: the label of the sequence in the shard, and of its first token in
-that. dropped: tokens of the document that were left out. nonfinite: values. id: the record's field of that name.
-labels: its other fields, in JSON."""
+COLUMNS: Final = {
+    "record": (pa.int64(), "the number of its record in the input, from 0"),
+    "start": (pa.int64(), "its first token in the record"),
+    "tokens": (pa.int32(), "how many tokens of the record it has"),
+    "shard": (pa.int32(), "the shard that its rows are in"),
+    "row_start": (pa.int64(), "its first row there"),
+    "row_stop": (pa.int64(), "the row after its last"),
+    "sequence": (pa.int32(), "the label `sample` of its rows: which sequence of the shard it is in"),
+    "position": (pa.int32(), "the position of its first token in that sequence"),
+    "dropped": (pa.int64(), "tokens of the record that were left out"),
+    "nonfinite": (pa.int64(), "values of its rows that are NaN or infinite"),
+    "error": (pa.string(), "why it has no rows, or null"),
+    "id": (pa.string(), "the field `id` of the record, or null"),
+    "labels": (pa.string(), "its other fields, as a JSON object"),
+}
+"""Of the table: column → its type, and what stands there."""
+SCHEMA: Final = pa.schema({name: kind for name, (kind, _) in COLUMNS.items()})
 
 
 def part_of(shard: int, samples: Sequence[Sample], nonfinite: Any) -> pa.Table:
