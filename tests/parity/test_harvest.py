@@ -16,7 +16,7 @@ import midstream as ms
 from midstream import harvest
 from midstream.core.errors import BusyError, CaptureError, PromptError
 from midstream.harvest import HarvestSpec, OtherHarvestError
-from midstream.harvest.directory import locked
+from midstream.harvest.places import LocalPlace
 from unit.tiny_checkpoint import HIDDEN, POISON, save_tiny
 
 TEXTS = ["one", "twenty-two words", "a", "some more of it", "x" * 60, "and", "the last of them", "one"]
@@ -230,7 +230,10 @@ def test_two_runs_at_once(lm: ms.LanguageModel, file: Path, tmp_path: Path) -> N
 
     def told(_: Any) -> None:
         if not seen:
-            with pytest.raises(BusyError, match="another harvest runs in") as raised, locked(tmp_path / "out"):
+            with (
+                pytest.raises(BusyError, match="another harvest runs in") as raised,
+                LocalPlace(tmp_path / "out").locked(),
+            ):
                 pass
             seen.append(raised.value)
 

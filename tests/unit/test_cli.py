@@ -78,6 +78,7 @@ def test_help_names_every_command_and_nothing_of_this_machine(run: Run, monkeypa
     names = [
         "demo",
         "capture",
+        "harvest",
         "generate",
         "score",
         "inspect",

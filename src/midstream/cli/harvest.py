@@ -29,7 +29,9 @@ def harvest(
             help="A .jsonl, .txt or .parquet file, a folder that `datasets` has saved, or - for stdin.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The harvest's directory.")],
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="DIR", help="Its directory, or a URL that fsspec knows, e.g. s3://….")
+    ],
     layers: options.Layers = None,
     site: Annotated[
         list[str] | None,
@@ -109,7 +111,8 @@ def harvest(
         layers, site, rows, dtype, pool=pool, context=context, too_long=too_long, packed=pack, across=across,
         stride=stride, add_special_tokens=not no_special_tokens, shard_tokens=shard_tokens, shard_bytes=shard_bytes,
     )  # fmt: skip
-    options.check_out_directory(out)
+    if "://" not in out:
+        options.check_out_directory(Path(out))
     probes = _probes(probe or ())
     from .model import opened
 
@@ -160,7 +163,7 @@ def _probes(files: Sequence[Path]) -> list[Probe]:
 def _say(report: Report) -> None:
     counts = report.counts
     made = "nothing was left to do" if not report.made else f"{counted(report.made, 'shard')} of them made now"
-    say(f"{report.directory}: {counted(counts.samples, 'sample')}, {counted(counts.rows, 'row')} in "
+    say(f"{report.place}: {counted(counts.samples, 'sample')}, {counted(counts.rows, 'row')} in "
         f"{counted(report.shards, 'shard')}; {made}")  # fmt: skip
     for count, words in (
         (counts.split, "samples continue a document that was split"),
@@ -174,5 +177,4 @@ def _say(report: Report) -> None:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    return {**dataclasses.asdict(dataclasses.replace(report, counts=None)), "directory": str(report.directory),
-            "counts": report.counts.model_dump()}  # fmt: skip
+    return {**dataclasses.asdict(report), "counts": report.counts.model_dump()}

@@ -17,9 +17,8 @@ from midstream.core.errors import MidstreamError, PromptError, spec_error
 from midstream.core.result import CaptureResult
 from midstream.formats import hidden_states_file
 
-from .directory import hashed, locked, shard_file
 from .identity import named
-from .manifest import Manifest, check_same, read_manifest
+from .places import hash_of, place_of, shard_file
 from .planning import PlannedShard
 from .reading import Harvest
 from .reading import open as open_harvest
@@ -53,9 +52,9 @@ def to_dataset(harvest: Harvest, layer: int | None = None, site: str | None = No
         }
     )
 
-    def lines(directory: str) -> Iterator[dict[str, Any]]:
+    def lines(where: str) -> Iterator[dict[str, Any]]:
         # opened again: what is handed over is hashed and may go to another process
-        of = open_harvest(directory)
+        of = open_harvest(where)
         rows = of.scores if layer is None else of.rows(layer, site)
         positions, token_ids = of.row_labels("position"), of.row_labels("token_id")
         for index, one in enumerate(of.samples.to_pylist()):
@@ -68,7 +67,7 @@ def to_dataset(harvest: Harvest, layer: int | None = None, site: str | None = No
                 "rows": (kept.float() if kept.dtype == torch.bfloat16 else kept).numpy(),
             }
 
-    return Dataset.from_generator(lines, features=features, gen_kwargs={"directory": str(harvest.directory)})
+    return Dataset.from_generator(lines, features=features, gen_kwargs={"where": str(harvest.place)})
 
 
 def to_hidden_states(harvest: Harvest, directory: str | PathLike[str]) -> list[Path]:
@@ -104,25 +103,18 @@ def from_hidden_states(
     paths = sorted(Path(files).glob("*.safetensors")) if isinstance(files, str | PathLike) else [*map(Path, files)]
     if not paths:
         raise PromptError(f"{files} holds no hidden-states files")
-    directory = Path(out)
-    with locked(directory):
+    place = place_of(out)
+    with place.locked():
         first = _capture(paths[0], layer_ids)
-        manifest = read_manifest(directory)
-        identity = _identity(paths, first)
-        if manifest is None:
-            manifest = Manifest(identity=identity)
-            manifest.write(directory)
-        check_same(manifest.identity, identity, directory)
-        writer = Writer(directory, manifest)
-        bad = writer.begin(trust=False)
-        known = {one.file for one in manifest.shards}
+        writer = Writer.on(place, _identity(paths, first))
+        bad, known = writer.begin(trust=False), {one.file for one in writer.manifest.shards}
         for index, start, stop in _groups(paths, shard_bytes):
             whole = shard_file(index) in known and shard_file(index) not in bad
             if not whole or not writer.complete:
                 planned, result = _shard(paths, index, start, stop, layer_ids, first)
                 writer.write(planned, None if whole else result)
         writer.finish()
-    return open_harvest(directory)
+    return open_harvest(out)
 
 
 def _capture(path: Path, layer_ids: Sequence[int] | None) -> CaptureResult:
@@ -133,7 +125,10 @@ def _capture(path: Path, layer_ids: Sequence[int] | None) -> CaptureResult:
 
 
 def _identity(paths: Sequence[Path], first: CaptureResult) -> dict[str, Any]:
-    digest = sha256("".join(f"{path.stem} {hashed(path)}\n" for path in paths).encode())
+    digest = sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(f"{path.stem} {hash_of(file)}\n".encode())
     return {
         "model": {"name": named(first.model_ref), "fingerprint": first.model_fingerprint},
         "spec": {"capture": CaptureSpec(sites=first.sites, layers=first.layer_ids).canonical()},

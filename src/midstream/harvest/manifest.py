@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from midstream.core.errors import FileFormatError, MidstreamError, SpecError
 from midstream.core.narrow import is_mapping
 from midstream.core.wire import Int, Wire
 from midstream.formats.atomic import replacing
+
+if TYPE_CHECKING:
+    from .places import Place
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
@@ -74,18 +77,18 @@ class Manifest(Wire):
         """Of all shards together."""
         return sum((one.counts for one in self.shards), Counts())
 
-    def write(self, directory: Path) -> None:
-        """Into its directory, atomically."""
+    def write(self, path: Path) -> None:
+        """Into its file, atomically."""
         text = json.dumps(self.model_dump(mode="json", exclude_none=True), indent=1, sort_keys=True)
-        with replacing(directory / MANIFEST) as temporary:
+        with replacing(path) as temporary:
             temporary.write_text(text + "\n")
 
 
-def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a directory, None where there is none; FileFormatError for one that is damaged or newer."""
-    path = directory / MANIFEST
+def read_manifest(place: Place) -> Manifest | None:
+    """The manifest of a harvest, None where there is none; FileFormatError for one that is damaged or newer."""
+    path = f"{place}/{MANIFEST}"
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(place.fetch(MANIFEST).read_bytes())
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
@@ -103,13 +106,13 @@ class OtherHarvestError(MidstreamError):
     """A directory that holds another harvest than the one that was asked for."""
 
 
-def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], directory: Path) -> None:
+def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Place) -> None:
     """OtherHarvestError, naming the first differences, unless two identities are one."""
     found = list(_differences(json.loads(json.dumps(stored)), json.loads(json.dumps(asked)), ""))
     if found:
         words = "; ".join(f"{path} was {_shown(old)}, and is {_shown(new)}" for path, old, new in found[:3])
         more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-        raise OtherHarvestError(f"{directory} holds another harvest: {words}{more}: name another directory")
+        raise OtherHarvestError(f"{place} holds another harvest: {words}{more}: name another directory")
 
 
 _NONE: Final = object()

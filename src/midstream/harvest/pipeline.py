@@ -121,7 +121,7 @@ class Pipeline:
                 going = self._planned(index, shards)
             planned, expected = next(going, None), index + 1
             if planned is None or planned.next != Cursor(*one.next):
-                raise MidstreamError(f"{self.writer.directory / one.file} would now hold other records than it did")
+                raise MidstreamError(f"{self.writer.place}/{one.file} would now hold other records than it did")
             yield _Task(planned, computes)
         last = Cursor(*shards[-1].next) if shards else Cursor()
         if last.record < self.scanned.records:

@@ -23,8 +23,8 @@ from midstream.core.result import CaptureResult
 from midstream.formats import capture_file
 from midstream.formats.tensor_file import DTYPES
 
-from .directory import SAMPLES, damaged, shard_file
 from .manifest import MANIFEST, Counts, Manifest, read_manifest
+from .places import SAMPLES, Place, damaged, place_of, shard_file
 from .shards import SCORES
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Column:
 
 
 class Harvest:
-    """A harvest's directory, open for reading. manifest: what stands in it. complete: whether all of it is there.
+    """A harvest, open for reading. manifest: what stands in it. complete: whether all of it is there.
 
     >>> from midstream import harvest
     >>> with_rows = harvest.open("acts/")                                     # doctest: +SKIP
@@ -146,8 +146,8 @@ class Harvest:
     torch.Size([4096, 576])
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self.directory, self.manifest = directory, manifest
+    def __init__(self, place: Place, manifest: Manifest) -> None:
+        self.place, self.manifest = place, manifest
         self.mapped = lru_cache(_OPEN)(self._mapped)
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ class Harvest:
 
     def __repr__(self) -> str:
         counts = self.counts
-        return f"Harvest({str(self.directory)!r}: {counts.samples:,} samples, {counts.rows:,} rows)"
+        return f"Harvest({str(self.place)!r}: {counts.samples:,} samples, {counts.rows:,} rows)"
 
     @property
     def complete(self) -> bool:
@@ -179,7 +179,7 @@ class Harvest:
         return self.manifest.identity["probes"]
 
     def _mapped(self, place: int) -> MappedFile:
-        return MappedFile(self.directory / shard_file(place))
+        return MappedFile(self.place.fetch(shard_file(place)))
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
@@ -219,16 +219,16 @@ class Harvest:
 
     def shard(self, place: int) -> CaptureResult:
         """One shard as a capture of its sequences; scores of probes are none."""
-        return capture_file.load(self.directory / shard_file(place))
+        return capture_file.load(self.place.fetch(shard_file(place)))
 
     @cached_property
     def samples(self) -> pa.Table:
         """The table of samples (samples.SCHEMA), in the order of the input; MidstreamError while there is none."""
         if not self.complete:
-            raise MidstreamError(f"{self.directory} is not complete: run the same harvest again, which goes on with it")
+            raise MidstreamError(f"{self.place} is not complete: run the same harvest again, which goes on with it")
         from pyarrow import parquet
 
-        return parquet.read_table(self.directory / SAMPLES, memory_map=True)
+        return parquet.read_table(self.place.fetch(SAMPLES), memory_map=True)
 
     def sample(self, index: int) -> dict[str, Tensor]:
         """The rows of one sample by name of column, `[rows, width]`; IndexError where there is no such sample."""
@@ -274,15 +274,15 @@ class Harvest:
     def verify(self) -> list[str]:
         """The names of files that are missing or altered."""
         files = [*self.manifest.shards, *([self.manifest.samples] if self.manifest.samples else [])]
-        return sorted(damaged(self.directory, files, trust=False))
+        return sorted(damaged(self.place, files, trust=False))
 
 
 def open(path: str | PathLike[str]) -> Harvest:
     """The harvest in a directory, also of a run that is not complete. FileNotFoundError or FileFormatError: none."""
-    directory = Path(path)
-    manifest = read_manifest(directory)
+    place = place_of(path)
+    manifest = read_manifest(place)
     if manifest is None:
-        raise FileNotFoundError(f"no harvest in {directory}: it has no {MANIFEST}")
+        raise FileNotFoundError(f"no harvest in {place}: it has no {MANIFEST}")
     if len({one.file for one in manifest.shards}) != len(manifest.shards):
-        raise FileFormatError(f"{directory / MANIFEST} is damaged: two shards are one file")
-    return Harvest(directory, manifest)
+        raise FileFormatError(f"{place}/{MANIFEST} is damaged: two shards are one file")
+    return Harvest(place, manifest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from midstream.core.errors import MidstreamError, PromptError
@@ -15,10 +14,10 @@ from midstream.formats.records import Record
 from midstream.language_model import LanguageModel
 
 from . import inputs
-from .directory import locked
 from .identity import Subject, capture_of, identity_of
-from .manifest import Counts, Manifest, check_same, read_manifest
+from .manifest import Counts
 from .pipeline import Pipeline, Told
+from .places import place_of
 from .planning import Planner
 from .sequences import Document, too_long
 from .spec import HarvestSpec
@@ -27,9 +26,9 @@ from .writing import Writer
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did. counts: of the whole directory. made, tokens, seconds: what this run computed."""
+    """What a run did. counts: of the whole harvest. made, tokens, seconds: what this run computed."""
 
-    directory: Path
+    place: str
     counts: Counts
     shards: int
     made: int
@@ -48,32 +47,27 @@ def run(
     refuse_nonfinite: bool = False,
     told: Told | None = None,
 ) -> Report:
-    """Harvest `prompts` (see inputs.opened) into the directory `out`, or what of it is not there yet.
+    """Harvest `prompts` (see inputs.opened) into `out`, a directory or a URL of fsspec: what of it is not there yet.
 
     trust: of shards that are there, compare the sizes alone. refuse_nonfinite: CaptureError, before it is written, for
     a shard with NaN or infinite values. Raises what the model or the input cannot give before anything is computed;
-    OtherHarvestError where the directory holds another harvest, BusyError where one runs in it.
+    OtherHarvestError where another harvest is there, BusyError where one runs in it.
     """
-    directory = Path(out)
+    place = place_of(out)
     titles = [one.title for one in probes]
     if twice := sorted({name for name in titles if titles.count(name) > 1}):
         raise MidstreamError(f"two probes are called {twice[0]}: name them apart")
     spec = spec.model_copy(update={"capture": capture_of(probes, spec.capture)})
     subject = Subject.of(lm, spec, probes)
-    with inputs.opened(prompts) as given, locked(directory):
+    with inputs.opened(prompts) as given, place.locked():
         planner = _planner(subject, spec)
         scanned = inputs.scan(given, _checker(planner, subject))
         identity = identity_of(subject, spec, probes, scanned)
-        manifest = read_manifest(directory)
-        if manifest is None:
-            manifest = Manifest(identity=identity)
-            manifest.write(directory)
-        check_same(manifest.identity, identity, directory)
-        writer = Writer(directory, manifest, spec.pool, tuple(probes), refuse_nonfinite)
+        writer = Writer.on(place, identity, spec.pool, tuple(probes), refuse_nonfinite)
         pipeline = Pipeline(subject, planner, given, scanned, writer)
         pipeline.finish(trust, told)
     manifest, clock = writer.manifest, pipeline.clock
-    return Report(directory, manifest.counts, len(manifest.shards), writer.made, clock.tokens, clock.seconds)
+    return Report(str(place), manifest.counts, len(manifest.shards), writer.made, clock.tokens, clock.seconds)
 
 
 def _planner(subject: Subject, spec: HarvestSpec) -> Planner:

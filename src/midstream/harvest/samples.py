@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,7 +67,7 @@ def write_part(path: Path, table: pa.Table) -> None:
         parquet.write_table(table, temporary, compression="zstd")
 
 
-def join_parts(path: Path, parts: Sequence[Path]) -> None:
+def join_parts(path: Path, parts: Iterable[Path]) -> None:
     """All parts as one file, a row group each, atomically."""
     with replacing(path) as temporary, parquet.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
         for one in parts:

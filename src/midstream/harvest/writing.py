@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from midstream.core.errors import CaptureError
 from midstream.core.probe import Probe
 from midstream.core.result import CaptureResult
 
-from .directory import SAMPLES, damaged, entry, part_file, shard_file, sweep
-from .manifest import Counts, Manifest, ShardEntry
+from .manifest import MANIFEST, Counts, Manifest, ShardEntry, check_same, read_manifest
+from .places import SAMPLES, Place, damaged, entry, part_file, shard_file, sweep
 from .planning import PlannedShard
 from .samples import join_parts, part_of, write_part
 from .shards import Sample, nonfinite_of, pooled, read_shard, samples_of, stored_of, write_shard
@@ -21,15 +20,25 @@ from .spec import Pool
 
 @dataclass(eq=False)
 class Writer:
-    """Writes shards into a directory; `manifest` is as it stands on the disk. made, bytes: of the shards written."""
+    """Writes shards where they lie; `manifest` is as it stands on the disk. made, bytes: of the shards written."""
 
-    directory: Path
+    place: Place
     manifest: Manifest
     pool: Pool | None = None
     probes: tuple[Probe, ...] = ()
     refuse_nonfinite: bool = False
     made: int = 0
     bytes: int = 0
+
+    @classmethod
+    def on(cls, place: Place, identity: dict[str, Any], *how: Any) -> Writer:
+        """On a place that is locked: with the manifest that is there, which must be of this identity, or a new one."""
+        manifest = read_manifest(place)
+        writer = cls(place, manifest or Manifest(identity=identity), *how)
+        if manifest is None:
+            writer._note(writer.manifest)
+        check_same(writer.manifest.identity, identity, place)
+        return writer
 
     @property
     def complete(self) -> bool:
@@ -40,7 +49,7 @@ class Writer:
         """Take away what died runs left, and give the names of files that are damaged; trust: by their sizes alone."""
         shards, samples = self.manifest.shards, self.manifest.samples
         files = [*shards, *(one.part for one in shards if one.part is not None), *([samples] if samples else [])]
-        bad = damaged(self.directory, files, trust=trust)
+        bad = damaged(self.place, files, trust=trust)
         if samples is not None and samples.file in bad:
             self._note(self.manifest.model_copy(update={"samples": None}))
         self._sweep()
@@ -54,21 +63,22 @@ class Writer:
         index, file = planned.index, shard_file(planned.index)
         if result is not None and self.pool is not None:
             result = pooled(planned, result, self.pool)
-        stored = read_shard(self.directory / file) if result is None else stored_of(result, self.probes)
+        stored = read_shard(self.place.fetch(file)) if result is None else stored_of(result, self.probes)
         samples, nonfinite = samples_of(planned, stored.labels, stored.errors), nonfinite_of(stored)
         if self.refuse_nonfinite:
             _check_finite(samples, nonfinite)
         if result is None:
             known = self.manifest.shards[index]
         else:
-            write_shard(self.directory / file, result, stored, self.probes)
-            written, after = entry(self.directory, file), (planned.next.record, planned.next.token)
+            self.place.put(file, lambda path: write_shard(path, result, stored, self.probes))
+            written, after = entry(self.place, file), (planned.next.record, planned.next.token)
             counts = _counts(planned, samples, nonfinite, result)
             known = ShardEntry(**written.model_dump(), next=after, counts=counts)
             self.made, self.bytes = self.made + 1, self.bytes + written.bytes
         if not self.complete:
-            write_part(self.directory / part_file(index), part_of(index, samples, nonfinite))
-            known = known.model_copy(update={"part": entry(self.directory, part_file(index))})
+            part, table = part_file(index), part_of(index, samples, nonfinite)
+            self.place.put(part, lambda path: write_part(path, table))
+            known = known.model_copy(update={"part": entry(self.place, part)})
         shards = (*self.manifest.shards[:index], known, *self.manifest.shards[index + 1 :])
         self._note(self.manifest.model_copy(update={"shards": shards}))
 
@@ -76,20 +86,21 @@ class Writer:
         """Make the directory complete: one table of samples, and nothing that the manifest does not know."""
         if not self.complete:
             shards = self.manifest.shards
-            join_parts(self.directory / SAMPLES, [self.directory / part_file(index) for index in range(len(shards))])
+            parts = (self.place.fetch(part_file(index)) for index in range(len(shards)))
+            self.place.put(SAMPLES, lambda path: join_parts(path, parts))
             without = tuple(one.model_copy(update={"part": None}) for one in shards)
-            samples = entry(self.directory, SAMPLES)
+            samples = entry(self.place, SAMPLES)
             self._note(self.manifest.model_copy(update={"shards": without, "samples": samples}))
         self._sweep()
 
     def _note(self, manifest: Manifest) -> None:
-        manifest.write(self.directory)
+        self.place.put(MANIFEST, manifest.write)
         self.manifest = manifest
 
     def _sweep(self) -> None:
         shards = self.manifest.shards
         known = {one.file for one in shards} | {one.part.file for one in shards if one.part}
-        sweep(self.directory, known.__contains__)
+        sweep(self.place, known.__contains__)
 
 
 def _check_finite(samples: Sequence[Sample], nonfinite: Any) -> None:
