@@ -344,6 +344,17 @@ def test_what_vllm_refuses_is_refused_in_its_words(kit: Kit) -> None:
 def test_an_engine_that_is_closed_tells_whoever_waits(kit: Kit) -> None:
     async def closed() -> None:
         tasks = await waiting(kit.engine, *too_many())
+        if kit.server is None:  # one that vLLM is still making ready, and does not know yet
+            processor = kit.engine._up.engine.client.input_processor
+            real = processor.process_inputs_async
+
+            async def slow(*given: Any, **more: Any) -> Any:
+                await asyncio.sleep(1)
+                return await real(*given, **more)
+
+            processor.process_inputs_async = slow
+            tasks.append(asyncio.create_task(heard(kit.engine, request(PROMPTS[0]))))
+            await asyncio.sleep(0.2)
         await kit.engine.close()
         failed = [one for one in await asyncio.gather(*tasks, return_exceptions=True) if not isinstance(one, Said)]
         assert len(failed) > 7

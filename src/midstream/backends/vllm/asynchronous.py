@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from midstream.backends.fingerprints import fingerprints
 from midstream.backends.serving import Ended, Grown, ServedRequest
@@ -35,6 +35,7 @@ from .routes.engine import AsyncEngine
 from .routes.settling import Settling, Tapped
 from .serving import Serving, reason_of
 
+T = TypeVar("T")
 _PATIENCE: Final = 20.0
 """Seconds for the engine's processes to end by themselves."""
 
@@ -60,6 +61,7 @@ class AsyncVllmEngine(Serving):
         self.spec = spec
         self._undo = ExitStack()
         self._booted: _Up | None = None
+        self._ending = asyncio.Event()
 
     # --- up and down
 
@@ -95,6 +97,7 @@ class AsyncVllmEngine(Serving):
     async def close(self) -> None:
         """Give up what runs, and let the model go; idempotent."""
         self._closed = True
+        self._ending.set()
         up, self._booted, self._known = self._booted, None, None
         if up is not None:
             await _end(up.engine)
@@ -173,8 +176,11 @@ class AsyncVllmEngine(Serving):
         try:
             with dying():
                 async with aclosing(stream):
-                    async for output in stream:
+                    # until its first output vLLM may not know the request yet, and could not tell it of an end
+                    output = await self._before_end(anext(stream, None))
+                    while output is not None:
                         yield output
+                        output = await anext(stream, None)
         except EngineError:
             if self._closed:
                 raise EngineError("this engine was closed") from None
@@ -182,6 +188,19 @@ class AsyncVllmEngine(Serving):
         except refusals() as error:
             said = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
             raise EngineError(f"vLLM failed at this request: {said[0]:.200}") from error
+
+    async def _before_end(self, coming: Awaitable[T]) -> T:
+        """What comes; EngineError where this engine is closed before."""
+        coming, ending = asyncio.ensure_future(coming), asyncio.ensure_future(self._ending.wait())
+        try:
+            await asyncio.wait([coming, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                raise EngineError("this engine was closed")
+            return coming.result()
+        finally:
+            ending.cancel()
+            coming.cancel()
+            await asyncio.wait([coming])
 
     def _sampling(self, asked: Request, params: GenerationParams) -> Any:
         job, up = asked.job, self._up
