@@ -84,7 +84,7 @@ def harvest(
         typer.Option("--shard-tokens", metavar="N", help="Close a shard after so many tokens; else 131,072."),
     ] = None,
     shard_bytes: Annotated[
-        int | None, typer.Option("--shard-bytes", metavar="N", help="Or after so many bytes of rows; else 268,435,456.")
+        int | None, typer.Option("--shard-bytes", metavar="N", help="Or after so many bytes of rows; else 536,870,912.")
     ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Of shards that are there, compare the sizes alone, not the hashes.")

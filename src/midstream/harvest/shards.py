@@ -121,7 +121,8 @@ def nonfinite_of(stored: Stored) -> Any:
     count = np.zeros(len(stored.labels), dtype=np.int64)
     for tensor in stored.tensors.values():
         if tensor.is_floating_point():
-            # a sum is finite only where all of its terms are: the first look makes no mask of all values
-            odd = (~torch.isfinite(tensor.sum(1, dtype=torch.float64))).nonzero()[:, 0]
+            # a sum is finite only where all of its terms are: the first look, a tenth of the time of one at all values
+            sums = tensor.sum(1, dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+            odd = (~torch.isfinite(sums)).nonzero()[:, 0]
             count[odd.numpy()] += (~torch.isfinite(tensor[odd])).sum(1).numpy()
     return count

@@ -13,7 +13,7 @@ from midstream.core.wire import Int, Wire
 Pool = Literal["mean", "last"]
 TooLong = Literal["refuse", "split", "truncate"]
 SHARD_TOKENS: Final = 1 << 17
-SHARD_BYTES: Final = 1 << 28
+SHARD_BYTES: Final = 1 << 29
 
 
 class HarvestSpec(Wire):
