@@ -93,6 +93,12 @@ def harvest(
         bool,
         typer.Option("--refuse-nonfinite", help="Stop at values that are NaN or infinite; else keep and count them."),
     ] = False,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", help="Compile the model's blocks; if left out, for large inputs, where it can be."
+        ),
+    ] = None,
     model_dtype: Annotated[
         str, typer.Option("--model-dtype", metavar="DTYPE", help="What the model computes in; auto is its own.")
     ] = "auto",
@@ -130,7 +136,15 @@ def harvest(
 
         with shown() as told:
             report = room.run(
-                lm, prompts, out, spec, probes=probes, trust=trust, refuse_nonfinite=refuse_nonfinite, told=told
+                lm,
+                prompts,
+                out,
+                spec,
+                probes=probes,
+                trust=trust,
+                refuse_nonfinite=refuse_nonfinite,
+                compiled=compiled,
+                told=told,
             )
     if json:
         print_json(_as_json(report))

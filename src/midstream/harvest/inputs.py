@@ -21,6 +21,7 @@ from midstream.core.prompts import PreparedPrompt
 from midstream.formats.records import PROMPT_FIELDS, Record, json_records, lines, record_of, text_records
 
 _KINDS: Final = ".jsonl, .txt or .parquet"
+_TOKEN_BYTES: Final = 4
 _TABLE_ROWS: Final = 256
 """Rows of a table that are in memory at once."""
 
@@ -39,10 +40,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Scanned:
-    """What was found in an input as a whole. sha256: of its records in canonical JSON."""
+    """What was found in an input as a whole. sha256: of its records in canonical JSON. tokens: a guess, by bytes."""
 
     sha256: str
     records: int
+    tokens: int
 
 
 def scan(given: Input, check: Callable[[Record, int], None]) -> Scanned:
@@ -50,15 +52,15 @@ def scan(given: Input, check: Callable[[Record, int], None]) -> Scanned:
 
     check: is given a record and its size in canonical JSON.
     """
-    digest, count = sha256(), 0
+    digest, count, size = sha256(), 0, 0
     for one in given.records():
         line = canonical(one)
         check(one, len(line))
         digest.update(line + b"\n")
-        count += 1
+        count, size = count + 1, size + len(line)
     if not count:
         raise PromptError(f"{given.name} holds no prompts")
-    return Scanned(f"sha256:{digest.hexdigest()}", count)
+    return Scanned(f"sha256:{digest.hexdigest()}", count, size // _TOKEN_BYTES)
 
 
 def canonical(record: Record) -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from midstream.core.errors import MidstreamError
 from midstream.core.prompts import PreparedPrompt
@@ -88,16 +89,24 @@ class Pipeline:
     given: Input
     scanned: Scanned
     writer: Writer
+    compiled: bool = False
     clock: Clock = field(default_factory=Clock)
     _first: int | None = None
 
     def finish(self, trust: bool, told: Told | None) -> None:
         """Do what is missing, and leave the directory complete."""
         tasks = self._tasks(self.writer.begin(trust))
-        with ThreadPoolExecutor(1, "midstream-plan") as reader, ThreadPoolExecutor(1, "midstream-write") as disk:
+        with (
+            ExitStack() as model,
+            ThreadPoolExecutor(1, "midstream-plan") as reader,
+            ThreadPoolExecutor(1, "midstream-write") as disk,
+        ):
             ahead, writing = reader.submit(next, tasks, None), None
             while (task := self.clock.waited(ahead, "input")) is not None:
                 ahead = reader.submit(next, tasks, None)
+                if self.compiled and task.computes and not self.clock.tokens:  # not before there is something to do
+                    session: Any = self.subject.lm.session
+                    model.enter_context(session.compiled(self.planner.spec.capture))
                 result = self._captured(task.planned, told) if task.computes else None
                 if writing is not None:
                     self.clock.waited(writing, "disk")

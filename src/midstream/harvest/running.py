@@ -14,7 +14,7 @@ from midstream.formats.records import Record
 from midstream.language_model import LanguageModel
 
 from . import inputs
-from .identity import Subject, capture_of, identity_of
+from .identity import Subject, capture_of, compiles, identity_of
 from .manifest import Counts
 from .pipeline import Pipeline, Told
 from .places import place_of
@@ -45,13 +45,15 @@ def run(
     probes: Sequence[Probe] = (),
     trust: bool = False,
     refuse_nonfinite: bool = False,
+    compiled: bool | None = None,
     told: Told | None = None,
 ) -> Report:
     """Harvest `prompts` (see inputs.opened) into `out`, a directory or a URL of fsspec: what of it is not there yet.
 
     trust: of shards that are there, compare the sizes alone. refuse_nonfinite: CaptureError, before it is written, for
-    a shard with NaN or infinite values. Raises what the model or the input cannot give before anything is computed;
-    OtherHarvestError where another harvest is there, BusyError where one runs in it.
+    a shard with NaN or infinite values. compiled: whether the model's blocks are compiled, which pays for long runs;
+    None decides by the input and the spec. Raises what the model or the input cannot give before anything is computed;
+    OtherHarvestError where another harvest is there, BusyError where one runs.
     """
     place = place_of(out)
     titles = [one.title for one in probes]
@@ -62,9 +64,10 @@ def run(
     with inputs.opened(prompts) as given, place.locked():
         planner = _planner(subject, spec)
         scanned = inputs.scan(given, _checker(planner, subject))
-        identity = identity_of(subject, spec, probes, scanned)
+        compiled = compiles(lm, spec, scanned, compiled)
+        identity = identity_of(subject, spec, probes, scanned, compiled=compiled)
         writer = Writer.on(place, identity, spec.pool, tuple(probes), refuse_nonfinite)
-        pipeline = Pipeline(subject, planner, given, scanned, writer)
+        pipeline = Pipeline(subject, planner, given, scanned, writer, compiled)
         pipeline.finish(trust, told)
     manifest, clock = writer.manifest, pipeline.clock
     return Report(str(place), manifest.counts, len(manifest.shards), writer.made, clock.tokens, clock.seconds)

@@ -82,10 +82,10 @@ class Capturing:
         """The layout of every captured site and layer."""
         return layouts_at(self.sites, self.taps.layouts)
 
-    def read_prompts(self, jobs: Sequence[Job], passes: Passes, done: Done) -> CaptureResult:
-        """Run the prompts alone."""
+    def read_prompts(self, jobs: Sequence[Job], passes: Passes, done: Done, *, compiled: bool = False) -> CaptureResult:
+        """Run the prompts alone. compiled: on compiled blocks, which are in place."""
         plain = {index: job.prompt.token_ids for index, job in enumerate(jobs) if not job.prompt.multi_modal_data}
-        run_prompts(self.taps, passes, plain, done)
+        run_prompts(self.taps, passes, plain, done, compiled=compiled)
         errors: dict[int, MidstreamError] = {}
         for index, job in enumerate(jobs):
             if inputs := job.prompt.multi_modal_data:

@@ -22,7 +22,7 @@ from midstream.taps.step import Run, step_of
 from .batching import TOKEN_BUDGET, Batch, Group, Ids, plan
 from .facts import compute_dtype
 from .hooks import PassComplete, deepest_stop
-from .workers import side_by_side, worker_count
+from .workers import even_workers, side_by_side, worker_count
 
 Done = Callable[[int], None]
 """Called with the number of tokens that a pass has settled: of prompts, or generated."""
@@ -102,16 +102,19 @@ def token_budget(device: torch.device) -> int:
     return TOKEN_BUDGET if device.type == "cpu" else 8 * TOKEN_BUDGET
 
 
-def run_prompts(taps: TapMap, passes: Passes, prompts: Mapping[int, Ids], done: Done) -> None:
+def run_prompts(
+    taps: TapMap, passes: Passes, prompts: Mapping[int, Ids], done: Done, *, compiled: bool = False
+) -> None:
     """Run prompts, given by their request's index, to the deepest tap.
 
-    A prefix is shared where nothing is steered: rows that are one for several prompts cannot be steered for one.
+    A prefix is shared where nothing is steered: rows that are one for several prompts cannot be steered for one. On
+    compiled blocks there is no cache, which they are not compiled for, and every pass has as many threads.
     """
     anatomy, recorder = taps.anatomy, passes.recorder
     assert recorder is not None, "prompts alone are run to be recorded"
     # a pass that ends before the first block leaves its cache empty: there is no prefix to go on from
     whole = deepest_stop(recorder.sites.items()) != (0, True)
-    share = taps.shares_prefix and not (passes.steerer is not None and passes.steerer.sites) and whole
+    share = not compiled and taps.shares_prefix and not (passes.steerer is not None and passes.steerer.sites) and whole
     budget = token_budget(input_device(anatomy.model))
     with fresh_positions(anatomy.model):
         short, *long = split_at(rotary_boundary(anatomy.model), prompts)
@@ -120,7 +123,8 @@ def run_prompts(taps: TapMap, passes: Passes, prompts: Mapping[int, Ids], done: 
         for group in planned:
             cache = _run_prefix(anatomy, passes, prompts, group, done) if group.prefix else None
             tasks = [_Task(anatomy, passes, prompts, batch, group.prefix, cache) for batch in group.batches]
-            side_by_side(tasks, worker_count(anatomy, passes, len(tasks)), passes.threads, done)
+            workers = even_workers(anatomy) if compiled else worker_count(anatomy, passes, len(tasks))
+            side_by_side(tasks, workers, passes.threads, done)
 
 
 @dataclass(frozen=True, eq=False)

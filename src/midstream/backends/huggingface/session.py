@@ -28,6 +28,7 @@ from midstream.core.items import (
 from midstream.core.prompts import PreparedPrompt
 from midstream.core.result import CaptureResult
 from midstream.core.select import SelectSpec
+from midstream.core.sites import site_layers
 from midstream.core.stream import Chunk
 from midstream.formats.artifacts import ArtifactRegistry
 from midstream.taps.locate import TapMap, text_config
@@ -35,6 +36,7 @@ from midstream.taps.passes import Passes
 
 from .capturing import Capturing, samples
 from .checks import check_params, check_prompts
+from .compiled import CompiledBlocks, check_compilable
 from .decoding import model_eos_ids
 from .entries import Follower, hooked
 from .facts import model_facts
@@ -67,6 +69,7 @@ class HuggingFaceSession:
         self._grammars: tuple[Any, Any, Constrainer] | None = None
         self._closed = False
         self._calls = 0
+        self._compiled: CompiledBlocks | None = None
 
     @property
     def taps(self) -> TapMap:
@@ -140,15 +143,49 @@ class HuggingFaceSession:
         capturing = Capturing.of(self.taps, spec, jobs, per_prompt_select, params, self._model_ref, self.tokenizer)
         passes = Passes(capturing.recorder, steerer_of(jobs, params.n))
         done = self._tokens(jobs, params if samples(params) else None, progress).add
+        if self._compiled is not None:
+            self._check_compiled(capturing, passes, jobs, samples(params))
         with self._running(passes, capturing, stop=not samples(params)):
             if not samples(params):
-                result = capturing.read_prompts(jobs, passes, done)
+                result = capturing.read_prompts(jobs, passes, done, compiled=self._compiled is not None)
             else:
                 grown = growing(jobs, params.n)
                 decode_jobs(self.taps, jobs, grown, decode_loop(self.taps, passes, params, self.tokenizer, done))
                 result = capturing.after_decoding(jobs, grown, passes)
         warn_of_idle(one.steering for one in result.outputs)
         return result
+
+    @contextmanager
+    def compiled(self, spec: CaptureSpec) -> Generator[None]:
+        """While open, captures of prompts alone run on compiled blocks, down to the deepest that `spec` asks for.
+
+        That pays for long runs: making them takes half a minute or more. Rows differ from others by rounding.
+        E_UNKNOWN_KIND for sites inside of blocks, and for models that are not listed; MidstreamError where nothing can
+        be compiled, as without a C++ compiler.
+        """
+        self._open()
+        taps = self.taps
+        with alone_on(self.model):
+            self._compiled = CompiledBlocks(taps, site_layers(spec.sites, spec.layers, taps.layouts, taps.refused))
+        try:
+            yield
+        finally:
+            self._compiled = None
+
+    def check_compilable(self, spec: CaptureSpec) -> None:
+        """E_UNKNOWN_KIND where `compiled` would refuse `spec`."""
+        taps = self.taps
+        check_compilable(taps, site_layers(spec.sites, spec.layers, taps.layouts, taps.refused))
+
+    def _check_compiled(self, capturing: Capturing, passes: Passes, jobs: Sequence[Job], decodes: bool) -> None:
+        """E_UNKNOWN_KIND for a capture that the compiled blocks are not for."""
+        assert self._compiled is not None, "asked for by the caller"
+        other = decodes or passes.steerer is not None or any(job.prompt.multi_modal_data for job in jobs)
+        if other or not self._compiled.serve(capturing.sites):
+            message = (
+                "these blocks are compiled for other captures: of prompts alone, unsteered, at the sites named there"
+            )
+            raise spec_error("E_UNKNOWN_KIND", "compiled", message)
 
     # --- generate
 
@@ -312,6 +349,8 @@ class HuggingFaceSession:
         """With the model for this call alone, and the hooks of its capture and its steering in place."""
         with ExitStack() as stack:
             stack.enter_context(alone_on(self.model))
+            if capturing is not None and self._compiled is not None:
+                stack.enter_context(self._compiled.installed())
             if passes.steerer is not None:
                 prove_steering(self.taps, set(passes.steerer.sites))
             if capturing is not None:

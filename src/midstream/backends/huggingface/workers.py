@@ -35,10 +35,17 @@ def worker_count(anatomy: Anatomy, passes: Passes, batches: int) -> int:
     device = model.get_input_embeddings().weight.device
     if device.type != "cpu" or passes.steerer is not None or text_config(model).model_type not in FAMILIES:
         return 1
-    return 1 if _hooked_by_others(anatomy) else max(1, min(torch.get_num_threads(), batches, MAX_WORKERS))
+    return 1 if hooked_by_others(anatomy) else max(1, min(torch.get_num_threads(), batches, MAX_WORKERS))
 
 
-def _hooked_by_others(anatomy: Anatomy) -> bool:
+def even_workers(anatomy: Anatomy) -> int:
+    """How many threads run batches, however many those are: so each pass has as many threads of arithmetic as all."""
+    model: Any = anatomy.model
+    device = model.get_input_embeddings().weight.device
+    return min(torch.get_num_threads(), MAX_WORKERS) if device.type == "cpu" else 1
+
+
+def hooked_by_others(anatomy: Anatomy) -> bool:
     """Whether modules have hooks besides ours."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:  # pyright: ignore
         return True
