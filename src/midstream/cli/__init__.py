@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code; errors are one line on stderr."""
     from .failures import EXPECTED, describe, plain_warnings
 
-    run: Any = typer.main.get_command(app)
+    run = _command()
     try:
         with plain_warnings():
             # a number is what typer makes of `raise Exit(code)` and of Ctrl-C
@@ -92,6 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == _INTERRUPTED:
         return _fail(code, "interrupted")
     return code or 0
+
+
+@cache
+def _command() -> Any:
+    """The commands as typer makes them of our functions: most of the time of a call of help."""
+    return typer.main.get_command(app)
 
 
 def _fail(code: int, line: str) -> int:
