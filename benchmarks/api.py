@@ -23,8 +23,10 @@ from capture import RESULTS, environment_facts, tell
 from engines import VLLM_PYTHON, lens_python
 from environments import Unavailable
 from measure import Timing
-from servers import ClientProcess, ServerProcess, free_port, prompts_of, read_settings, row_errors, run_turns
+from prompts import equal_prompts
+from servers import ClientProcess, ServerProcess, free_port, read_settings, row_errors
 from serving import server_process
+from turns import run_turns
 
 from midstream.backends.bundled import smollm2_path
 from midstream.core.capture import CaptureReceipt
@@ -84,7 +86,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     out = RESULTS / f"api{'-small' * settings.small}.json"
     figures: dict[str, Any] = {"settings": asdict(settings), "versions": environment_facts(), "skipped": {}}
-    prompts = prompts_of(settings)
+    prompts = equal_prompts(smollm2_path(), settings.prompts, settings.tokens)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = scratch / "prompts.json"
@@ -114,7 +116,7 @@ def main() -> None:
             subjects = [one for one in clients[name].subjects if name != "vllm" or one != "one by one"]
             runs |= {f"{name}: {of}": functools.partial(clients[name].run, of) for of in subjects}
         figures["errors"] = row_errors(clients, prompts)
-        run_turns(runs, settings, figures, out, transports)
+        run_turns(runs, settings.repetitions, figures, out, transports)
 
 
 if __name__ == "__main__":

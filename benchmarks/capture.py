@@ -91,10 +91,7 @@ class Work:
 
 def main() -> None:
     settings = _read_arguments()
-    restart_pinned(settings.threads)
-    torch.set_num_threads(settings.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    begin_pinned(settings.threads)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     # Written after every repetition, so that a run which is stopped leaves those that it did.
     for figures in measure(settings, smollm2_path()):
@@ -102,11 +99,17 @@ def main() -> None:
     tell(f"figures are in {settings.out}")
 
 
-def restart_pinned(threads: int) -> None:
-    """Begin again with the variables that pin the threads, if they are not set: torch reads them as it loads."""
+def begin_pinned(threads: int) -> None:
+    """Pin the threads, and keep transformers quiet.
+
+    Where the variables that pin are not set, the process begins again with them: torch reads them as it loads.
+    """
     wanted = pinned(threads)
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)
+    torch.set_num_threads(threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def measure(settings: Settings, model_folder: Path) -> Iterator[Figures]:

@@ -25,7 +25,7 @@ from capture import RESULTS, earlier_timings, environment_facts, tell
 from environments import ENVIRONMENTS, HERE, Unavailable
 from measure import Timing, take_turns
 from peer_process import LineProcess
-from prompts import make_prompts
+from prompts import equal_prompts
 from reference import PromptRows, plain_rows, row_error
 
 from midstream.backends.bundled import smollm2_path
@@ -114,7 +114,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     out = Path(settings.out)
     figures: dict[str, Any] = {"settings": asdict(settings), "versions": environment_facts(), "skipped": {}}
-    prompts = _prompts(settings)
+    prompts = equal_prompts(smollm2_path(), settings.prompts, settings.tokens)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = scratch / "prompts.json"
@@ -148,13 +148,6 @@ def main() -> None:
             given = {name: [asdict(one) for one in of] for name, of in timings.items()}
             out.write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
     tell(f"figures are in {out}")
-
-
-def _prompts(settings: Settings) -> list[list[int]]:
-    """Texts of one length: pieces of the benchmark's prompts, joined."""
-    joined = [token for ids in make_prompts(smollm2_path(), 256) for token in ids]
-    size = settings.tokens
-    return [joined[i * size : (i + 1) * size] for i in range(settings.prompts)]
 
 
 def _errors(processes: dict[str, EngineProcess], prompts: list[list[int]]) -> dict[str, dict[str, float]]:

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from capture import RESULTS, earlier_timings, environment_facts, restart_pinned, tell
+from capture import RESULTS, begin_pinned, earlier_timings, environment_facts, tell
 from measure import Timing, take_turns, timed
 from prompts import make_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 import midstream as ms
 from midstream.backends.bundled import smollm2_path
@@ -110,9 +109,7 @@ class Subjects:
 
 def main() -> None:
     settings = _read_arguments()
-    restart_pinned(settings.threads)
-    torch.set_num_threads(settings.threads)
-    logging.set_verbosity_error()
+    begin_pinned(settings.threads)
     RESULTS.mkdir(parents=True, exist_ok=True)
     subjects = Subjects(smollm2_path(), settings)
     figures = {"settings": asdict(settings), "versions": environment_facts(), "checks": checks(subjects)}

@@ -1,30 +1,27 @@
 """The speed of a harvest: against the bare forward of the same tokens, the disk's own rate, and what reads it back.
 
-    python benchmarks/harvest.py                   the published run: 256 documents, 9 repetitions, half an hour or so
+    python benchmarks/harvest.py
     python benchmarks/harvest.py --small
 
-Writes its figures to build/benchmarks/harvest.json (with --small, harvest-small.json) for publish.py.
+Writes its figures to build/benchmarks/harvest.json (with --small, harvest-small.json).
 """
 
 import argparse
 import functools
-import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from capture import RESULTS, environment_facts, middle_of, restart_pinned, tell
+from capture import RESULTS, begin_pinned, environment_facts, middle_of
 from in_process import InProcess
-from measure import Timing, take_turns, timed
+from measure import timed
 from prompts import make_prompts
 from transformers import AutoTokenizer
-from transformers.utils import logging
+from turns import run_turns
 
 import midstream as ms
 from midstream.backends.bundled import smollm2_path
@@ -91,32 +88,16 @@ class Subjects:
 
 def main() -> None:
     settings = _read_arguments()
-    restart_pinned(settings.threads)
-    torch.set_num_threads(settings.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    begin_pinned(settings.threads)
     RESULTS.mkdir(parents=True, exist_ok=True)
     out = RESULTS / f"harvest{'-small' * settings.small}.json"
     figures: dict[str, Any] = {"settings": asdict(settings), "versions": environment_facts()}
     with tempfile.TemporaryDirectory() as scratch:
         subjects = Subjects(smollm2_path(), settings, Path(scratch))
         figures["tokens"] = sum(map(len, subjects.here.prompts))
-        timings: dict[str, list[Timing]] = {}
-        begun = time.perf_counter()
-        for name, work in subjects.runs.items():  # once each beforehand: to be warm, and compiled
-            work()
-            if name == "harvest middle":
-                begun = time.perf_counter()
-            if name == "harvest middle, compiled":
-                figures["first compiled run, seconds"] = time.perf_counter() - begun
         runs = {name: functools.partial(timed, work) for name, work in subjects.runs.items()}
-        for turn in range(settings.repetitions):
-            for name, timing in take_turns(runs, turn):
-                timings.setdefault(name, []).append(timing)
-                tell(f"repetition {turn + 1} of {settings.repetitions}: {name}: {timing.wall:.2f} s")
-            given = {name: [asdict(one) for one in of] for name, of in timings.items()}
-            out.write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
-    tell(f"figures are in {out}")
+        figures["compiled for the first time"] = asdict(runs["harvest middle, compiled"]())
+        run_turns(runs, settings.repetitions, figures, out)
 
 
 def _read_arguments() -> Settings:

@@ -28,6 +28,12 @@ def make_prompts(model_folder: Path, count: int) -> list[list[int]]:
     return prompts
 
 
+def equal_prompts(model_folder: Path, count: int, size: int) -> list[list[int]]:
+    """Return `count` lists of `size` token ids: pieces of the same text."""
+    joined = [token for ids in make_prompts(model_folder, 256) for token in ids]
+    return [joined[i * size : (i + 1) * size] for i in range(count)]
+
+
 def _token_ids(model_folder: Path, at_least: int) -> list[int]:
     """Return the ids of Python's language reference, as far as they are needed."""
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))

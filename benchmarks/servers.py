@@ -4,7 +4,6 @@ A server that is not asked is stopped.
 """
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -12,18 +11,15 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from capture import tell
 from environments import HERE, Unavailable
-from measure import Timing, take_turns
+from measure import Timing
 from peer_process import LineProcess
-from prompts import make_prompts
 from reference import plain_rows, row_error
 
 from midstream.backends.bundled import smollm2_path
@@ -59,34 +55,6 @@ def read_settings(what: str) -> Settings:
         threads=given.threads,
         torch=given.torch,
     )
-
-
-def prompts_of(settings: Settings) -> list[list[int]]:
-    """Prompts of one length."""
-    joined = [token for ids in make_prompts(smollm2_path(), 256) for token in ids]
-    size = settings.tokens
-    return [joined[i * size : (i + 1) * size] for i in range(settings.prompts)]
-
-
-def run_turns(
-    runs: Mapping[str, Callable[[], Timing]],
-    settings: Settings,
-    figures: dict[str, Any],
-    out: Path,
-    beside: Callable[[], Mapping[str, Timing]] = dict,
-) -> None:
-    """Warm every subject, let all take their turns, and write what is known after each. beside: measured here."""
-    timings: dict[str, list[Timing]] = {}
-    for run in runs.values():
-        run()
-    beside()
-    for turn in range(settings.repetitions):
-        for name, timing in (*take_turns(runs, turn), *beside().items()):
-            timings.setdefault(name, []).append(timing)
-            tell(f"repetition {turn + 1} of {settings.repetitions}: {name}: {timing.wall:.2f} s")
-        given = {name: [asdict(one) for one in of] for name, of in timings.items()}
-        out.write_text(json.dumps(figures | {"timings": given}, indent=1) + "\n")
-    tell(f"figures are in {out}")
 
 
 def free_port() -> int:

@@ -21,7 +21,9 @@ from capture import RESULTS, environment_facts, tell
 from engines import VLLM_PYTHON, lens_python
 from environments import Unavailable
 from measure import Timing
-from servers import ClientProcess, ServerProcess, free_port, prompts_of, read_settings, row_errors, run_turns
+from prompts import equal_prompts
+from servers import ClientProcess, ServerProcess, free_port, read_settings, row_errors
+from turns import run_turns
 
 from midstream.backends.bundled import smollm2_path
 
@@ -50,7 +52,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     out = RESULTS / f"served{'-small' * settings.small}.json"
     figures: dict[str, Any] = {"settings": asdict(settings), "versions": environment_facts(), "skipped": {}}
-    prompts = prompts_of(settings)
+    prompts = equal_prompts(smollm2_path(), settings.prompts, settings.tokens)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = scratch / "prompts.json"
@@ -72,7 +74,7 @@ def main() -> None:
             figures["versions"] |= clients[kind].versions
             runs |= {f"{kind}: {of}": functools.partial(clients[kind].run, of) for of in clients[kind].subjects}
         figures["errors"] = row_errors(clients, prompts)
-        run_turns(runs, settings, figures, out)
+        run_turns(runs, settings.repetitions, figures, out)
 
 
 if __name__ == "__main__":

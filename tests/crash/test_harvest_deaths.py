@@ -19,6 +19,7 @@ import torch
 import midstream as ms
 from midstream import harvest
 from midstream.harvest import HarvestSpec
+from unit.harvests import contents
 from unit.tiny_checkpoint import save_tiny
 
 TEXTS = ["one", "twenty-two words", "a", "some more of it", "x" * 40]
@@ -86,10 +87,6 @@ def _found(path: str) -> Any:
 def lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ms.LanguageModel]:
     with ms.load(save_tiny(tmp_path_factory.mktemp("tiny"))) as lm:
         yield lm
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_death_at_each_write_flush_and_rename(

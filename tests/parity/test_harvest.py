@@ -17,6 +17,7 @@ from midstream import harvest
 from midstream.core.errors import BusyError, CaptureError, PromptError
 from midstream.harvest import HarvestSpec, OtherHarvestError
 from midstream.harvest.places import LocalPlace
+from unit.harvests import contents
 from unit.tiny_checkpoint import HIDDEN, POISON, save_tiny
 
 TEXTS = ["one", "twenty-two words", "a", "some more of it", "x" * 60, "and", "the last of them", "one"]
@@ -27,10 +28,6 @@ SPEC = HarvestSpec(capture=ms.CaptureSpec(layers=[1, 3]), shard_tokens=30)
 def lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ms.LanguageModel]:
     with ms.load(save_tiny(tmp_path_factory.mktemp("tiny"), poisoned=True)) as lm:
         yield lm
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def records(path: Path, texts: list[str] = TEXTS) -> Path:
@@ -193,6 +190,16 @@ def test_damage_is_found_and_redone(lm: ms.LanguageModel, file: Path, tmp_path: 
     assert contents(tmp_path / "out") == whole
 
 
+def test_a_damaged_shard_is_named_when_it_is_read(lm: ms.LanguageModel, file: Path, tmp_path: Path) -> None:
+    harvest.run(lm, file, tmp_path / "out", SPEC)
+    shard = tmp_path / "out" / "shards" / "000001.safetensors"
+    data = shard.read_bytes()
+    for damaged in (data[:-1], data[:100], b"", data + b"x"):
+        shard.write_bytes(damaged)
+        with pytest.raises(ms.FileFormatError, match=r"000001\.safetensors is damaged"):
+            harvest.open(tmp_path / "out").rows(1)[:]
+
+
 def test_trust_compares_sizes_alone(lm: ms.LanguageModel, file: Path, tmp_path: Path) -> None:
     harvest.run(lm, file, tmp_path / "out", SPEC)
     shard = tmp_path / "out" / "shards" / "000001.safetensors"
@@ -268,6 +275,7 @@ def test_a_directory_of_something_else(lm: ms.LanguageModel, file: Path, tmp_pat
             r"data\.jsonl:1 has 301 tokens, and a sequence 256 at most: type --too-long",
         ),
         ("", r"data\.jsonl holds no prompts"),
+        ('{"text": "a"}\n{"input_ids": [3, -4]}\n', r"data\.jsonl:2 has a negative token id -4"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_computed(
@@ -293,6 +301,8 @@ def test_values_that_are_not_finite(lm: ms.LanguageModel, tmp_path: Path) -> Non
     ):
         harvest.run(lm, file, tmp_path / "other", spec, refuse_nonfinite=True)
     assert not list((tmp_path / "other" / "shards").iterdir())
+    with pytest.raises(CaptureError, match=rf"000000\.safetensors has {want} values .* which an earlier run kept"):
+        harvest.run(lm, file, tmp_path / "out", spec, refuse_nonfinite=True)
 
 
 def test_samples_that_fail_keep_their_place(lm: ms.LanguageModel, tmp_path: Path) -> None:

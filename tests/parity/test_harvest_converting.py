@@ -13,6 +13,7 @@ import midstream as ms
 from midstream import harvest
 from midstream.formats import hidden_states_file
 from midstream.harvest import Harvest, HarvestSpec
+from unit.harvests import contents
 from unit.tiny_checkpoint import save_tiny
 
 TEXTS = [f"sample {number} " + "x" * (number % 11) for number in range(9)]
@@ -65,10 +66,10 @@ def test_hidden_states_files_and_back(lm: ms.LanguageModel, found: Harvest, tmp_
     assert back.complete
     assert torch.equal(back.rows(2)[:], found.rows(2)[:])
     assert [back.labels(index) for index in range(2)] == [{"id": "sample-000000"}, {"id": "sample-000001"}]
-    before = {path: path.read_bytes() for path in (tmp_path / "back").rglob("*") if path.is_file()}
+    before = contents(tmp_path / "back")
     (tmp_path / "back" / "shards" / "000001.safetensors").unlink()
     harvest.from_hidden_states(tmp_path / "files", tmp_path / "back", shard_bytes=9000)
-    assert {path: path.read_bytes() for path in (tmp_path / "back").rglob("*") if path.is_file()} == before
+    assert contents(tmp_path / "back") == before
 
 
 def test_what_cannot_be_converted(lm: ms.LanguageModel, found: Harvest, tmp_path: Path) -> None:

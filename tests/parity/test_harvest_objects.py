@@ -21,6 +21,7 @@ import midstream as ms
 from midstream import harvest
 from midstream.core.errors import BusyError, MidstreamError
 from midstream.harvest import HarvestSpec, OtherHarvestError, object_place
+from unit.harvests import contents
 from unit.tiny_checkpoint import save_tiny
 
 TEXTS = [f"sample {number} " + "x" * (number % 11) for number in range(9)]
@@ -84,8 +85,8 @@ def objects(url: str) -> dict[str, bytes]:
 def test_the_same_files_as_in_a_directory(lm: ms.LanguageModel, url: str, tmp_path: Path) -> None:
     report = harvest.run(lm, TEXTS, url, SPEC)
     harvest.run(lm, TEXTS, tmp_path / "out", SPEC)
-    local = {str(path.relative_to(tmp_path / "out")): path for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    want = {name: path.read_bytes() for name, path in local.items() if name != ".lock"}
+    want = contents(tmp_path / "out")
+    del want[".lock"]
     assert objects(url) == want
     assert report.made == report.shards > 2
     found, there = harvest.open(url), harvest.open(tmp_path / "out")
@@ -111,12 +112,12 @@ def test_damage_and_deaths(lm: ms.LanguageModel, url: str, monkeypatch: pytest.M
     for dies_at in range(1, 9):
         count = 0
 
-        def put(self: Any, name: str, write: Any) -> None:
+        def put(self: Any, name: str, write: Any) -> Any:
             nonlocal count
             count += 1
             if count == dies_at:  # noqa: B023 (called within the loop)
                 raise KeyboardInterrupt
-            real(self, name, write)
+            return real(self, name, write)
 
         monkeypatch.setattr(object_place.ObjectPlace, "put", put)
         with pytest.raises(KeyboardInterrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from itertools import islice
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_workers_give_the_same_batches(found: Harvest, workers: int, taken: int)
     got = list(loader)
     assert len(got) == len(want)
     assert all(map(torch.equal, got, want))
+
+
+def test_another_process_opens_it_again(found: Harvest) -> None:
+    context = multiprocessing.get_context("spawn")
+    loader: Any = DataLoader(
+        found.stream(2, **OPTIONS), batch_size=None, num_workers=1, multiprocessing_context=context
+    )
+    assert all(map(torch.equal, list(loader), list(found.stream(2, **OPTIONS))))
 
 
 def test_bad_options(found: Harvest) -> None:

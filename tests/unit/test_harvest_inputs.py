@@ -130,7 +130,7 @@ def test_the_command(run: Run, tiny: Path, tmp_path: Path) -> None:
     done = run(*words, "--too-long", "truncate")
     assert done.code == 0, done.err
     assert "3 samples, 270 rows in 1 shard; 1 shard of them made now" in done.err
-    assert "note: 1 documents were truncated, by 45 tokens in all" in done.err
+    assert "note: documents that were truncated: 1 (45 tokens left out)" in done.err
     again = run(*words, "--too-long", "truncate", "--json")
     assert (again.code, again.json["made"], again.json["counts"]["rows"]) == (0, 0, 270)
     assert "nothing was left to do" in again.err

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from midstream.core.capture import CaptureSpec
 from midstream.core.errors import PromptError, SpecError
-from midstream.core.prompts import PreparedPrompt
 from midstream.formats.records import Record
 from midstream.harvest.planning import Planner
 from midstream.harvest.sequences import Cursor, Document, Window, windows
@@ -94,11 +93,7 @@ def test_shards_are_the_same_from_any_shard(plan: tuple[list[Document], HarvestS
     given_documents, spec, context = plan
     records = [Record(list(one.token_ids), one.source) for one in given_documents]
 
-    def prepared(one: Record, number: int) -> PreparedPrompt:
-        assert one is records[number]
-        return PreparedPrompt(tuple(one.prompt))
-
-    planner = Planner(spec, prepared, context, 4)
+    planner = Planner(spec, lambda one: tuple(one.prompt), context, 4)
     found = list(planner.shards(records, 0, Cursor()))
     assert [one.index for one in found] == list(range(len(found)))
     end = found[-1].next  # of overlapping sequences the last may end short of it: nothing new follows
@@ -113,7 +108,7 @@ def test_shards_are_the_same_from_any_shard(plan: tuple[list[Document], HarvestS
 def test_shards_close_at_their_bytes() -> None:
     records = [Record([1, 2, 3], f"a:{i}") for i in range(6)]
     spec = HarvestSpec(capture=CaptureSpec(select="prompt[-1]"), shard_bytes=20)
-    planner = Planner(spec, lambda one, _: PreparedPrompt(tuple(one.prompt)), 16, 10)
+    planner = Planner(spec, lambda one: tuple(one.prompt), 16, 10)
     assert [len(one.sequences) for one in planner.shards(records, 0, Cursor())] == [2, 2, 2]
 
 

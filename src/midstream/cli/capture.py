@@ -30,12 +30,7 @@ def capture(
     prompt: options.Prompts = None,
     prompts: options.PromptsFile = None,
     layers: options.Layers = None,
-    site: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--site", "-s", metavar="SITE", help=f"resid_post (the default), or some of: {options.SITE_NAMES}."
-        ),
-    ] = None,
+    site: options.Sites = None,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -45,10 +40,7 @@ def capture(
             help="Which rows, e.g. 'prompt[-1]' or 'prompt, generated, !prompt[0]'; every row if left out.",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="Storage type, e.g. float32; else the model's own, bit for bit."),
-    ] = None,
+    dtype: options.StorageDtype = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="PATH", help="Where to write; without it, print a summary.")
     ] = None,
@@ -76,9 +68,7 @@ def capture(
     value: options.SteerValue = None,
     norm_match: options.NormMatch = False,
     no_special_tokens: options.NoSpecialTokens = False,
-    model_dtype: Annotated[
-        str, typer.Option("--model-dtype", metavar="DTYPE", help="What the model computes in; auto is its own.")
-    ] = "auto",
+    model_dtype: options.ComputeDtype = "auto",
     device: options.Device = "auto",
     backend: options.Backend = "huggingface",
     engine: options.EngineOptions = None,
@@ -97,7 +87,9 @@ def capture(
         prefix="--steer-",
     )  # fmt: skip
     generation = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "n": n, "stop": stop or ()}
-    job = _Job(given, _spec(layers, site, rows, dtype), steering, _params(max_tokens, generation), out, format)
+    job = _Job(
+        given, options.capture_spec(layers, site, rows, dtype), steering, _params(max_tokens, generation), out, format
+    )
     job.check()
     from .model import opened
 
@@ -127,19 +119,6 @@ def capture(
             **generation,
         )
     job.finish(result, as_json=json)
-
-
-def _spec(layers: Sequence[str] | None, site: Sequence[str] | None, rows: str | None, dtype: str | None) -> CaptureSpec:
-    from midstream.core.capture import CaptureSpec, as_storage_dtype
-    from midstream.core.select import SelectSpec
-
-    ids = options.layer_ids(layers)
-    return CaptureSpec(
-        sites=options.site_names(site) or ("resid_post",),
-        layers=None if ids is None else tuple(ids),
-        select=SelectSpec.read(rows, "--rows"),
-        dtype=as_storage_dtype(dtype, "--dtype"),
-    )
 
 
 def _params(max_tokens: int, generation: dict[str, Any]) -> GenerationParams:

@@ -13,6 +13,7 @@ from . import options
 from .output import counted, print_json, say
 
 if TYPE_CHECKING:
+    from midstream.core.capture import CaptureSpec
     from midstream.core.probe import Probe
     from midstream.harvest import Report
     from midstream.harvest.spec import HarvestSpec
@@ -33,20 +34,12 @@ def harvest(
         str, typer.Option("--out", "-o", metavar="DIR", help="Its directory, or a URL that fsspec knows, e.g. s3://….")
     ],
     layers: options.Layers = None,
-    site: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--site", "-s", metavar="SITE", help=f"resid_post (the default), or some of: {options.SITE_NAMES}."
-        ),
-    ] = None,
+    site: options.Sites = None,
     rows: Annotated[
         str | None,
         typer.Option("--rows", "-r", metavar="ROWS", help="Which rows, e.g. 'prompt[-1]'; every one if left out."),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="Storage type, e.g. float16; else the model's own, bit for bit."),
-    ] = None,
+    dtype: options.StorageDtype = None,
     pool: Annotated[
         Literal["mean", "last"] | None,
         typer.Option("--pool", help="One row for each sample: the mean of its selected rows, or the last of them."),
@@ -99,9 +92,7 @@ def harvest(
             "--compile/--no-compile", help="Compile the model's blocks; if left out, for large inputs, where it can be."
         ),
     ] = None,
-    model_dtype: Annotated[
-        str, typer.Option("--model-dtype", metavar="DTYPE", help="What the model computes in; auto is its own.")
-    ] = "auto",
+    model_dtype: options.ComputeDtype = "auto",
     device: options.Device = "auto",
     backend: options.Backend = "huggingface",
     engine: options.EngineOptions = None,
@@ -113,9 +104,10 @@ def harvest(
     Run again, it goes on where it was stopped or killed, with the same bytes in the end; complete, it does nothing. A
     directory of another model, input or spec is refused. docs/harvest.md describes the files.
     """
+    capture = options.capture_spec(layers, site, rows, dtype)
     spec = _spec(
-        layers, site, rows, dtype, pool=pool, context=context, too_long=too_long, packed=pack, across=across,
-        stride=stride, add_special_tokens=not no_special_tokens, shard_tokens=shard_tokens, shard_bytes=shard_bytes,
+        capture, pool=pool, context=context, too_long=too_long, packed=pack, across=across, stride=stride,
+        add_special_tokens=not no_special_tokens, shard_tokens=shard_tokens, shard_bytes=shard_bytes,
     )  # fmt: skip
     if "://" not in out:
         options.check_out_directory(Path(out))
@@ -151,20 +143,9 @@ def harvest(
     _say(report)
 
 
-def _spec(
-    layers: Sequence[str] | None, site: Sequence[str] | None, rows: str | None, dtype: str | None, **more: Any
-) -> HarvestSpec:
-    from midstream.core.capture import CaptureSpec, as_storage_dtype
-    from midstream.core.select import SelectSpec
+def _spec(capture: CaptureSpec, **more: Any) -> HarvestSpec:
     from midstream.harvest.spec import HarvestSpec
 
-    ids = options.layer_ids(layers)
-    capture = CaptureSpec(
-        sites=options.site_names(site) or ("resid_post",),
-        layers=None if ids is None else tuple(ids),
-        select=SelectSpec.read(rows, "--rows"),
-        dtype=as_storage_dtype(dtype, "--dtype"),
-    )
     return HarvestSpec(capture=capture, **{name: value for name, value in more.items() if value is not None})
 
 
@@ -179,15 +160,15 @@ def _say(report: Report) -> None:
     made = "nothing was left to do" if not report.made else f"{counted(report.made, 'shard')} of them made now"
     say(f"{report.place}: {counted(counts.samples, 'sample')}, {counted(counts.rows, 'row')} in "
         f"{counted(report.shards, 'shard')}; {made}")  # fmt: skip
-    for count, words in (
-        (counts.split, "samples continue a document that was split"),
-        (counts.truncated, f"documents were truncated, by {counts.dropped:,} tokens in all"),
-        (counts.nonfinite, "values are not finite (samples.parquet says where)"),
-        (counts.overflowed, "values became infinite in the storage type"),
-        (counts.failed, "samples failed and have no rows (samples.parquet says why)"),
+    for what, count, more in (
+        ("samples that continue a document which was split", counts.split, ""),
+        ("documents that were truncated", counts.truncated, f" ({counts.dropped:,} tokens left out)"),
+        ("values that are not finite", counts.nonfinite, " (samples.parquet says where)"),
+        ("values that became infinite in the storage type", counts.overflowed, ""),
+        ("samples that failed and have no rows", counts.failed, " (samples.parquet says why)"),
     ):
         if count:
-            say(f"midstream: note: {count:,} {words}")
+            say(f"midstream: note: {what}: {count:,}{more}")
 
 
 def _as_json(report: Report) -> dict[str, Any]:

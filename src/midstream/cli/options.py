@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from midstream.core.capture import CaptureSpec
     from midstream.core.sites import Site
 
 Model = Annotated[
@@ -53,6 +54,18 @@ Layers = Annotated[
     typer.Option("--layers", "-l", metavar="LAYERS", help="Layer ids such as 10,20, or all (the default)."),
 ]
 SITE_NAMES = "resid_pre, resid_post, attn_out, mlp_out, head_out, router_logits, q, k"
+Sites = Annotated[
+    list[str] | None,
+    typer.Option("--site", "-s", metavar="SITE", help=f"resid_post (the default), or some of: {SITE_NAMES}."),
+]
+StorageDtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="Storage type, e.g. float32; else the model's own, bit for bit."),
+]
+ComputeDtype = Annotated[
+    str, typer.Option("--model-dtype", metavar="DTYPE", help="What the model computes in; auto is its own.")
+]
+"""Of commands whose --dtype is the storage type."""
 NoSpecialTokens = Annotated[
     bool, typer.Option("--no-special-tokens", help="Add no BOS or other special tokens to text.")
 ]
@@ -118,6 +131,22 @@ SteerValue = Annotated[
 NormMatch = Annotated[
     bool, typer.Option("--norm-match", help="A vector that is added takes each row's own norm first.")
 ]
+
+
+def capture_spec(
+    layers: Sequence[str] | None, site: Sequence[str] | None, rows: str | None, dtype: str | None
+) -> CaptureSpec:
+    """The options of a capture as its spec."""
+    from midstream.core.capture import CaptureSpec, as_storage_dtype
+    from midstream.core.select import SelectSpec
+
+    ids = layer_ids(layers)
+    return CaptureSpec(
+        sites=site_names(site) or ("resid_post",),
+        layers=None if ids is None else tuple(ids),
+        select=SelectSpec.read(rows, "--rows"),
+        dtype=as_storage_dtype(dtype, "--dtype"),
+    )
 
 
 def layer_ids(words: Sequence[str] | None, option: str = "--layers") -> list[int] | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from midstream.core.errors import PromptError
-from midstream.formats.records import json_records, lines, text_records
+from midstream.formats.records import begins_an_object, json_records, lines, text_records
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,7 @@ def read_prompts(file: str) -> list[GivenPrompt]:
 
 def _prompts(name: str, file: BinaryIO, *, records: bool | None) -> list[GivenPrompt]:
     numbered = list(lines(file, name))
-    if records is None:
-        records = next((line for _, line in numbered if line.strip()), "").lstrip().startswith("{")
-    read = json_records if records else text_records
+    read = json_records if records or (records is None and begins_an_object(numbered)) else text_records
     found = [GivenPrompt(one.prompt, one.source, one.labels.get("reference")) for one in read(numbered)]
     if not found:
         raise PromptError(f"{name} holds no prompts")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
@@ -151,6 +152,15 @@ class CaptureReceipt:
     computed: int
     reused: int = 0
     overflowed: int = 0
+
+    @classmethod
+    def total(cls, receipts: Sequence[CaptureReceipt]) -> CaptureReceipt:
+        """Of several together.
+
+        >>> CaptureReceipt.total([CaptureReceipt(3, 2, 1), CaptureReceipt(1, 1)])
+        CaptureReceipt(selected=4, computed=3, reused=1, overflowed=0)
+        """
+        return cls(*(sum(getattr(one, field.name) for one in receipts) for field in fields(cls)))
 
     @property
     def complete(self) -> bool:

@@ -82,13 +82,15 @@ def _is_message(value: Any) -> bool:
     return is_mapping(value) and "role" in value
 
 
-def prepare(prompt: Any, tokenizer: Any, *, index: int = 0, add_special_tokens: bool = True) -> PreparedPrompt:
+def prepare(
+    prompt: Any, tokenizer: Any, *, index: int = 0, name: str | None = None, add_special_tokens: bool = True
+) -> PreparedPrompt:
     """One prompt of any form as a PreparedPrompt.
 
-    Raises PromptError, naming `index`, for what is no prompt, has no token, wants a tokenizer that is not there,
-    or carries embeddings.
+    Raises PromptError, naming `index`, or the place that is given as `name`, for what is no prompt, has no token, wants
+    a tokenizer that is not there, or carries embeddings.
     """
-    name = f"prompt {index}"
+    name = name or f"prompt {index}"
     if isinstance(prompt, PreparedPrompt):
         return prompt
     if isinstance(prompt, bytes):

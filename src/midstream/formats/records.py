@@ -44,6 +44,11 @@ def lines(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
             raise PromptError(f"{name}:{number} is not UTF-8 text: {error.reason} at byte {place}") from None
 
 
+def begins_an_object(numbered: Iterable[tuple[str, str]]) -> bool:
+    """Whether the first line that holds something begins a JSON object: then lines of no name are taken as JSON."""
+    return next((line for _, line in numbered if line.strip()), "").lstrip().startswith("{")
+
+
 def text_records(numbered: Iterable[tuple[str, str]]) -> Iterator[Record]:
     """Lines of text, those that hold nothing left out.
 

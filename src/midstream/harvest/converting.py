@@ -7,7 +7,7 @@ from dataclasses import replace
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from .reading import open as open_harvest
 from .sequences import Cursor, Document, Piece, Sequenced
 from .spec import SHARD_BYTES
 from .writing import Writer
-
-_COUNTS: Final = ("selected", "computed", "reused", "overflowed")
 
 
 def to_dataset(harvest: Harvest, layer: int | None = None, site: str | None = None) -> Any:
@@ -57,8 +55,7 @@ def to_dataset(harvest: Harvest, layer: int | None = None, site: str | None = No
         of = open_harvest(where)
         rows = of.scores if layer is None else of.rows(layer, site)
         positions, token_ids = of.row_labels("position"), of.row_labels("token_id")
-        for index, one in enumerate(of.samples.to_pylist()):
-            start, stop = of.span(index)
+        for one, (start, stop) in zip(of.samples.to_pylist(), of.spans.tolist(), strict=True):
             kept = rows[start:stop]
             yield {
                 **{name: one[name] for name in ("id", "record", "labels")},
@@ -81,10 +78,10 @@ def to_hidden_states(harvest: Harvest, directory: str | PathLike[str]) -> list[P
             "E_SELECTION", "harvest", "a hidden-states file holds every row, and this harvest some of them"
         )
     written: list[Path] = []
+    first = 0
     for place in range(len(harvest.manifest.shards)):
-        result = harvest.shard(place)
-        first = sum(one.counts.sequences for one in harvest.manifest.shards[:place])
-        written += hidden_states_file.save_capture(result, directory, first=first)
+        written += hidden_states_file.save_capture(harvest.shard(place), directory, first=first)
+        first += harvest.manifest.shards[place].counts.sequences
     return written
 
 
@@ -179,6 +176,6 @@ def _joined(results: Sequence[CaptureResult]) -> CaptureResult:
         labels=Labels(sample, *columns),
         tensors={key: torch.cat([one.tensors[key] for one in results]) for key in first.tensors},
         outputs=[one.outputs[0] for one in results],
-        receipt=CaptureReceipt(*(sum(getattr(one.receipt, name) for one in results) for name in _COUNTS)),
+        receipt=CaptureReceipt.total([one.receipt for one in results]),
         model_ref=named(first.model_ref),
     )

@@ -19,7 +19,7 @@ from .inputs import Scanned
 from .spec import HarvestSpec
 
 COMPILE_TOKENS: Final = 1 << 20
-"""Compiling takes as long as some 300,000 tokens of a small model, and saves a quarter of the time of the others."""
+"""Compiling takes as long as up to 120,000 tokens of SmolLM2 on two cores, and saves a sixth of the others' time."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ def _context(lm: LanguageModel, spec: HarvestSpec) -> int:
         raise spec_error("E_BAD_PARAM", "harvest.context", "this model sets no bound: say how long a sequence may be")
     if own is not None and context > own:
         raise spec_error("E_BAD_PARAM", "harvest.context", f"{context} is more than the model's {own}")
-    if spec.stride is not None and spec.stride > context:
-        message = f"{spec.stride} would leave out tokens between sequences of {context}"
-        raise spec_error("E_BAD_PARAM", "harvest.stride", message)
+    spec.check_stride(context, "harvest.stride")
     return context
 
 

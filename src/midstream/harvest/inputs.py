@@ -18,7 +18,15 @@ from typing import Any, Final
 from midstream.core.errors import PromptError
 from midstream.core.narrow import is_mapping, plain
 from midstream.core.prompts import PreparedPrompt
-from midstream.formats.records import PROMPT_FIELDS, Record, json_records, lines, record_of, text_records
+from midstream.formats.records import (
+    PROMPT_FIELDS,
+    Record,
+    begins_an_object,
+    json_records,
+    lines,
+    record_of,
+    text_records,
+)
 
 _KINDS: Final = ".jsonl, .txt or .parquet"
 _TOKEN_BYTES: Final = 4
@@ -86,7 +94,7 @@ def opened(given: Any) -> Iterator[Input]:
         with tempfile.TemporaryFile() as kept:
             shutil.copyfileobj(sys.stdin.buffer, kept)
             kept.seek(0)
-            as_json = _begins_an_object(kept)
+            as_json = begins_an_object(lines(kept, "stdin"))
             yield Input("stdin", lambda: _of_lines(os.fdopen(os.dup(kept.fileno()), "rb"), "stdin", as_json))
     elif isinstance(given, str | os.PathLike):
         yield _of_path(Path(given), str(given))
@@ -98,12 +106,6 @@ def opened(given: Any) -> Iterator[Input]:
     else:
         kind = type(given).__name__
         raise PromptError(f"a {kind} is no input: give a path to a {_KINDS} file, a data set, or a list of prompts")
-
-
-def _begins_an_object(file: Any) -> bool:
-    first = next((line for line in file if line.strip()), b"")
-    file.seek(0)
-    return first.lstrip(b"\xef\xbb\xbf").lstrip().startswith(b"{")
 
 
 def _of_path(path: Path, name: str) -> Input:
@@ -130,13 +132,10 @@ def _of_parquet(path: Path, name: str) -> Iterator[Record]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    number = 0
     try:
         with ParquetFile(path) as file:
-            for batch in file.iter_batches(_TABLE_ROWS):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield record_of(fields, f"{name}:{number}")
+            batches = file.iter_batches(_TABLE_ROWS)
+            yield from _of_rows((fields for batch in batches for fields in batch.to_pylist()), name)
     except ArrowException as error:
         raise PromptError(f"{name} is no parquet file, or is damaged: {' '.join(str(error).split())}") from None
 

@@ -22,7 +22,7 @@ MANIFEST: Final = "manifest.json"
 class Counts(Wire):
     """What is in a shard, or in all. sequences: what the model read. samples: documents, or the parts of them.
 
-    tokens: that the model read. rows: that are kept. split: sequences beyond the first of a document. truncated:
+    tokens: that the model read. rows: that are kept. split: samples that do not begin their document. truncated:
     documents that were cut. dropped: their tokens that were left out. failed: samples without rows. nonfinite: values
     that are NaN or infinite. overflowed: those of them that a narrower storage type made so.
     """

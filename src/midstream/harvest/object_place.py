@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from midstream.core.errors import MidstreamError
 
-from .manifest import MANIFEST
-from .places import LOCK, busy, check_ours, hash_of
+from .manifest import MANIFEST, FileEntry
+from .places import LOCK, busy, check_ours, entry_of, hash_of
 
 _LEASE: Final = 60.0
 """Seconds for which the lock of a run that is gone keeps others out: a store has no lock that ends with a process."""
@@ -88,13 +88,15 @@ class ObjectPlace:
     def _hold(self, owner: str) -> None:
         self._fs.pipe_file(self._at(LOCK), json.dumps({"owner": owner, "until": time.time() + _LEASE}).encode())
 
-    def put(self, name: str, write: Callable[[Path], object]) -> None:
+    def put(self, name: str, write: Callable[[Path], object]) -> FileEntry:
         """See Place."""
         with tempfile.TemporaryDirectory(prefix="midstream-") as scratch:
             path = Path(scratch) / Path(name).name
             write(path)
+            made = entry_of(path, name)
             self._fs.put_file(str(path), self._at(name))
         self._fs.invalidate_cache()
+        return made
 
     def fetch(self, name: str) -> Path:
         """See Place; it is kept until this place is let go of."""

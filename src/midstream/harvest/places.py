@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest
 from os import PathLike
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
@@ -35,8 +35,8 @@ class Place(Protocol):
         """
         ...
 
-    def put(self, name: str, write: Callable[[Path], object]) -> None:
-        """A file, which `write` writes atomically where it is told."""
+    def put(self, name: str, write: Callable[[Path], object]) -> FileEntry:
+        """A file, which `write` writes atomically where it is told; and what a manifest says of it."""
         ...
 
     def fetch(self, name: str) -> Path:
@@ -97,9 +97,10 @@ class LocalPlace:
         finally:
             os.close(descriptor)
 
-    def put(self, name: str, write: Callable[[Path], object]) -> None:
+    def put(self, name: str, write: Callable[[Path], object]) -> FileEntry:
         """See Place."""
         write(self.root / name)
+        return entry_of(self.root / name, name)
 
     def fetch(self, name: str) -> Path:
         """See Place."""
@@ -117,7 +118,7 @@ class LocalPlace:
 
     def hashed(self, name: str) -> str:
         """See Place."""
-        with self.fetch(name).open("rb", buffering=0) as file:
+        with self.fetch(name).open("rb") as file:
             return hash_of(file)
 
     def names(self) -> list[str]:
@@ -163,17 +164,13 @@ def part_file(index: int) -> str:
 
 def hash_of(file: BinaryIO) -> str:
     """`sha256:` and the hash of what is left of an open file."""
-    digest, buffer = sha256(), bytearray(1 << 20)
-    while count := file.readinto(buffer):  # pyright: ignore[reportAttributeAccessIssue]
-        digest.update(memoryview(buffer)[:count])
-    return f"sha256:{digest.hexdigest()}"
+    return f"sha256:{file_digest(file, 'sha256').hexdigest()}"  # pyright: ignore[reportArgumentType]
 
 
-def entry(place: Place, name: str) -> FileEntry:
-    """What a manifest says of a file that was just written."""
-    size = place.size(name)
-    assert size is not None, "it was written"
-    return FileEntry(file=name, bytes=size, sha256=place.hashed(name))
+def entry_of(path: Path, name: str) -> FileEntry:
+    """What a manifest says of a file that stands under `path`."""
+    with path.open("rb") as file:
+        return FileEntry(file=name, bytes=path.stat().st_size, sha256=hash_of(file))
 
 
 def damaged(place: Place, files: Sequence[FileEntry], *, trust: bool) -> set[str]:

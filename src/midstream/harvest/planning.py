@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from midstream.core.prompts import PreparedPrompt
 from midstream.core.select import SelectSpec, resolve
 from midstream.formats.records import Record
 from midstream.taps.step import whole_sequence
 
-from .sequences import Cursor, Document, Sequenced, Window, fresh_select, windows
+from .sequences import Cursor, Document, Ids, Sequenced, Window, fresh_select, windows
 from .spec import HarvestSpec
 
 
@@ -37,14 +36,14 @@ class Planner:
     """Plans shards. prepare: a record as token ids. context: of the longest sequence. row_bytes: of all sites."""
 
     spec: HarvestSpec
-    prepare: Callable[[Record, int], PreparedPrompt]
+    prepare: Callable[[Record], Ids]
     context: int
     row_bytes: int
 
     def documents(self, records: Iterable[Record], first: int) -> Iterator[Document]:
         """Records from number `first` on as token ids."""
         for number, one in enumerate(records, first):
-            yield Document(number, self.prepare(one, number).token_ids, one.source, one.labels)
+            yield Document(number, self.prepare(one), one.source, one.labels)
 
     def shards(self, records: Iterable[Record], index: int, start: Cursor) -> Iterator[PlannedShard]:
         """The shards from number `index` on, which begins at `start`; `records` begin with its record."""

@@ -40,19 +40,24 @@ class MappedFile:
     """The tensors of one safetensors file, as views of the file."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            self._header: dict[str, Any] = json.loads(file.read(size))
-            self._map = mmap.mmap(
-                file.fileno(), 0, access=mmap.ACCESS_COPY
-            )  # writes stay in memory: no reader harms it
-        self._start = 8 + size
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                found: dict[str, Any] = json.loads(file.read(size))
+                found.pop("__metadata__", None)
+                self._header = dict(sorted(found.items(), key=lambda item: item[1]["data_offsets"]))
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # what is written stays in memory
+            self._start = 8 + size
+            end = self._start + max((about["data_offsets"][1] for about in self._header.values()), default=0)
+        except (ValueError, KeyError, OverflowError) as error:
+            raise FileFormatError(f"{path} is damaged: {' '.join(str(error).split())}") from None
+        if end != len(self._map):
+            raise FileFormatError(f"{path} is damaged: it has {len(self._map):,} bytes, and {end:,} are due")
 
     @property
     def names(self) -> list[str]:
         """The tensors' names, in the order of their bytes."""
-        named = [name for name in self._header if name != "__metadata__"]
-        return sorted(named, key=lambda name: self._header[name]["data_offsets"])
+        return list(self._header)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, without reading it."""
@@ -150,6 +155,10 @@ class Harvest:
         self.place, self.manifest = place, manifest
         self.mapped = lru_cache(_OPEN)(self._mapped)
 
+    def __reduce__(self) -> Any:
+        """Opened again in another process, as a worker of a DataLoader may be."""
+        return open, (str(self.place),)
+
     def __len__(self) -> int:
         """The number of samples: documents, or parts of them."""
         return self.counts.samples
@@ -163,7 +172,7 @@ class Harvest:
         """Whether the run that made it has ended."""
         return self.manifest.samples is not None
 
-    @property
+    @cached_property
     def counts(self) -> Counts:
         """Of samples, rows, tokens and what was noticed, over all shards."""
         return self.manifest.counts
@@ -244,9 +253,14 @@ class Harvest:
         """The rows of one sample in a column: from which, and before which. IndexError: there is no such sample."""
         if not 0 <= index < len(self):
             raise IndexError(f"no sample {index}; there are {len(self):,}")
-        one = self.samples.slice(index, 1).to_pylist()[0]
-        first = int(self._starts[one["shard"]])
-        return first + one["row_start"], first + one["row_stop"]
+        start, stop = self.spans[index].tolist()
+        return start, stop
+
+    @cached_property
+    def spans(self) -> NDArray[np.int64]:
+        """The rows of every sample in a column, `[samples, 2]`: from which, and before which."""
+        shard, *ends = (self.samples.column(name).to_numpy() for name in ("shard", "row_start", "row_stop"))
+        return self._starts[shard][:, None] + np.stack(ends, axis=1)
 
     def row_labels(self, name: str) -> NDArray[Any]:
         """One label of every row: `sample` (the sequence in its shard), `position`, `token_id` or `phase`, `[rows]`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from midstream.core.errors import MidstreamError, PromptError
 from midstream.core.probe import Probe
-from midstream.core.prompts import PreparedPrompt, prepare
+from midstream.core.prompts import prepare
 from midstream.formats.records import Record
 from midstream.language_model import LanguageModel
 
@@ -19,7 +19,7 @@ from .manifest import Counts
 from .pipeline import Pipeline, Told
 from .places import place_of
 from .planning import Planner
-from .sequences import Document, too_long
+from .sequences import Ids, too_long
 from .spec import HarvestSpec
 from .writing import Writer
 
@@ -76,11 +76,11 @@ def run(
 def _planner(subject: Subject, spec: HarvestSpec) -> Planner:
     tokenizer = subject.lm.tokenizer
 
-    def prepared(record: Record, number: int) -> PreparedPrompt:
-        one = prepare(record.prompt, tokenizer, index=number, add_special_tokens=spec.add_special_tokens)
+    def prepared(record: Record) -> Ids:
+        one = prepare(record.prompt, tokenizer, name=record.source, add_special_tokens=spec.add_special_tokens)
         if one.multi_modal_data:
             raise PromptError(f"{record.source} has images or the like, and a harvest reads text")
-        return one
+        return one.token_ids
 
     return Planner(spec, prepared, subject.context, subject.row_bytes)
 
@@ -98,9 +98,9 @@ def _checker(planner: Planner, subject: Subject) -> Callable[[Record, int], None
         text = isinstance(record.prompt, str) or "prompt" in record.prompt
         if text and not (refuses and size + 8 > planner.context):
             return
-        ids = planner.prepare(record, 0).token_ids
+        ids = planner.prepare(record)
         if refuses and len(ids) > planner.context:
-            raise too_long(Document(0, ids, record.source), planner.context)
+            raise too_long(record.source, len(ids), planner.context)
         if max(ids) >= vocabulary:
             raise PromptError(f"{record.source} has token {max(ids)}; the model has {vocabulary:,} tokens")
 

@@ -77,7 +77,7 @@ def _whole(
         length = len(one.token_ids)
         first, after = start.token if one.record == start.record else 0, Cursor(one.record + 1)
         if length > context and spec.too_long == "refuse":
-            raise too_long(one, context)
+            raise too_long(one.source, length, context)
         if length <= context or spec.too_long == "truncate":
             ids = one.token_ids[:context]
             yield Window((Sequenced(ids, (Piece(one, 0, 0, len(ids)),), dropped=length - len(ids)),), after)
@@ -90,10 +90,10 @@ def _whole(
             yield Window((sequence,), after if last else Cursor(one.record, begin + stride))
 
 
-def too_long(document: Document, context: int) -> PromptError:
+def too_long(source: str, tokens: int, context: int) -> PromptError:
     """The error for a document that is longer than a sequence may be."""
     return PromptError(
-        f"{document.source} has {len(document.token_ids):,} tokens, and a sequence {context:,} at most: type "
+        f"{source} has {tokens:,} tokens, and a sequence {context:,} at most: type "
         "--too-long split, or --too-long truncate"
     )
 

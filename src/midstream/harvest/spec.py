@@ -55,12 +55,17 @@ class HarvestSpec(Wire):
             raise spec_error("E_BAD_PARAM", "too_long", "packed documents have any length: leave it out")
         if self.stride is not None and not self.packed and self.too_long != "split":
             raise spec_error("E_BAD_PARAM", "stride", "is for documents that are split or packed")
-        if self.stride is not None and self.context is not None and self.stride > self.context:
-            message = f"{self.stride} would leave out tokens between sequences of {self.context}"
-            raise spec_error("E_BAD_PARAM", "stride", message)
+        if self.context is not None:
+            self.check_stride(self.context, "stride")
         if self.pool == "mean" and self.capture.dtype in ("int32", "int64"):
             raise spec_error("E_BAD_PARAM", "pool", f"a mean is no {self.capture.dtype}: choose a floating type")
         return self
+
+    def check_stride(self, context: int, path: str) -> None:
+        """E_BAD_PARAM, at `path`, for a stride that is longer than a sequence of `context` tokens."""
+        if self.stride is not None and self.stride > context:
+            message = f"{self.stride} would leave out tokens between sequences of {context}"
+            raise spec_error("E_BAD_PARAM", path, message)
 
     def canonical(self) -> dict[str, Any]:
         """The object as it is stored and compared."""

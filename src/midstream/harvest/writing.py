@@ -11,7 +11,7 @@ from midstream.core.probe import Probe
 from midstream.core.result import CaptureResult
 
 from .manifest import MANIFEST, Counts, Manifest, ShardEntry, check_same, read_manifest
-from .places import SAMPLES, Place, damaged, entry, part_file, shard_file, sweep
+from .places import SAMPLES, Place, damaged, part_file, shard_file, sweep
 from .planning import PlannedShard
 from .samples import join_parts, part_of, write_part
 from .shards import Sample, nonfinite_of, pooled, read_shard, samples_of, stored_of, write_shard
@@ -46,8 +46,16 @@ class Writer:
         return self.manifest.samples is not None
 
     def begin(self, trust: bool) -> set[str]:
-        """Take away what died runs left, and give the names of files that are damaged; trust: by their sizes alone."""
+        """Take away what died runs left, and give the names of files that are damaged; trust: by their sizes alone.
+
+        CaptureError where an earlier run kept values that are refused now.
+        """
         shards, samples = self.manifest.shards, self.manifest.samples
+        if self.refuse_nonfinite and (odd := [one for one in shards if one.counts.nonfinite]):
+            raise CaptureError(
+                f"{self.place}/{odd[0].file} has {odd[0].counts.nonfinite:,} values that are not finite, which an "
+                "earlier run kept: leave out --refuse-nonfinite, or name another directory"
+            )
         files = [*shards, *(one.part for one in shards if one.part is not None), *([samples] if samples else [])]
         bad = damaged(self.place, files, trust=trust)
         if samples is not None and samples.file in bad:
@@ -70,15 +78,15 @@ class Writer:
         if result is None:
             known = self.manifest.shards[index]
         else:
-            self.place.put(file, lambda path: write_shard(path, result, stored, self.probes))
-            written, after = entry(self.place, file), (planned.next.record, planned.next.token)
+            written = self.place.put(file, lambda path: write_shard(path, result, stored, self.probes))
+            after = planned.next.record, planned.next.token
             counts = _counts(planned, samples, nonfinite, result)
             known = ShardEntry(**written.model_dump(), next=after, counts=counts)
             self.made, self.bytes = self.made + 1, self.bytes + written.bytes
         if not self.complete:
-            part, table = part_file(index), part_of(index, samples, nonfinite)
-            self.place.put(part, lambda path: write_part(path, table))
-            known = known.model_copy(update={"part": entry(self.place, part)})
+            table = part_of(index, samples, nonfinite)
+            part = self.place.put(part_file(index), lambda path: write_part(path, table))
+            known = known.model_copy(update={"part": part})
         shards = (*self.manifest.shards[:index], known, *self.manifest.shards[index + 1 :])
         self._note(self.manifest.model_copy(update={"shards": shards}))
 
@@ -87,9 +95,8 @@ class Writer:
         if not self.complete:
             shards = self.manifest.shards
             parts = (self.place.fetch(part_file(index)) for index in range(len(shards)))
-            self.place.put(SAMPLES, lambda path: join_parts(path, parts))
+            samples = self.place.put(SAMPLES, lambda path: join_parts(path, parts))
             without = tuple(one.model_copy(update={"part": None}) for one in shards)
-            samples = entry(self.place, SAMPLES)
             self._note(self.manifest.model_copy(update={"shards": without, "samples": samples}))
         self._sweep()
 

@@ -39,7 +39,7 @@ class Usage:
     bytes: int = 0
 
 
-# Built once, for that takes longer than to run them, and on the tables: the ORM would double the time of a request's
+# Built once, for that takes longer than to run them, and on the tables: the ORM would treble the time of a request's
 # two transactions. Each finds its rows by what they are at that moment.
 _N: Final = bindparam("n", type_=BigInteger)
 _HOLDS: Final = cast(Table, HoldRow.__table__)

@@ -29,7 +29,6 @@ from .storage import copy_rows, counts_of, stored
 from .stream import Index, index_of
 
 _ELSEWHERE: Final[tuple[Site, int]] = ("resid_post", -1)
-_COUNTS: Final = ("selected", "computed", "reused", "overflowed")
 
 ABSENT = -1
 """The slot of a row that no spec can select."""
@@ -254,7 +253,7 @@ class Recorder:
         with torch.inference_mode(False):  # a copy made under inference mode would be no ordinary tensor
             tensors = {key: _compact(out, keep) for key, out in self._out.items()} if keep.any() else {}
         receipts = self._receipts(labels, wanted)
-        total = CaptureReceipt(*(sum(getattr(one, name) for one in receipts) for name in _COUNTS))
+        total = CaptureReceipt.total(receipts)
         return Recorded(labels.take(keep), tensors, total, receipts, dict(self._failed))
 
     def _receipts(self, labels: Labels, wanted: NDArray[np.bool_]) -> list[CaptureReceipt]:

@@ -54,7 +54,7 @@ class CompiledBlocks:
             said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise MidstreamError(f"the model's blocks cannot be compiled here: {said:.200}") from error
 
-    def serve(self, sites: Mapping[Site, Sequence[int]]) -> bool:
+    def fit(self, sites: Mapping[Site, Sequence[int]]) -> bool:
         """Whether captures of these sites can run on them."""
         return all(site in _SITES and max(layers) < len(self._forwards) for site, layers in sites.items())
 
@@ -62,13 +62,15 @@ class CompiledBlocks:
     def installed(self) -> Generator[None]:
         """While open, the model's blocks run as compiled."""
         blocks: list[Any] = list(self._forwards)
+        before = {block: vars(block)["forward"] for block in blocks if "forward" in vars(block)}
         try:
             for block in blocks:
                 block.forward = self._forwards[block]
             yield
         finally:
-            for block in blocks:
-                block.__dict__.pop("forward", None)
+            for block in blocks:  # some have one of their own, as accelerate gives them
+                vars(block).pop("forward", None)
+                vars(block).update({"forward": before[block]} if block in before else {})
 
     def _run_first(self) -> None:
         """Two shapes, one row and several, in a thread like those of all later passes."""

@@ -181,7 +181,7 @@ class HuggingFaceSession:
         """E_UNKNOWN_KIND for a capture that the compiled blocks are not for."""
         assert self._compiled is not None, "asked for by the caller"
         other = decodes or passes.steerer is not None or any(job.prompt.multi_modal_data for job in jobs)
-        if other or not self._compiled.serve(capturing.sites):
+        if other or not self._compiled.fit(capturing.sites):
             message = (
                 "these blocks are compiled for other captures: of prompts alone, unsteered, at the sites named there"
             )
@@ -349,7 +349,7 @@ class HuggingFaceSession:
         """With the model for this call alone, and the hooks of its capture and its steering in place."""
         with ExitStack() as stack:
             stack.enter_context(alone_on(self.model))
-            if capturing is not None and self._compiled is not None:
+            if stop and self._compiled is not None:
                 stack.enter_context(self._compiled.installed())
             if passes.steerer is not None:
                 prove_steering(self.taps, set(passes.steerer.sites))

@@ -61,7 +61,7 @@ class Worker:
         self._prefills: deque[Prefill] = deque()
         self._batches: list[Batch] = []
         self._news: list[tuple[Served, Event]] = []
-        self._pass_seconds = 0.02  # of the last pass
+        self._pass_seconds = 0.02  # of the last pass of a batch; a guess before the first
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open = True
         self._lock = Lock()  # whoever is let in before the end is told of it
