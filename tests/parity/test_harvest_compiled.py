@@ -25,10 +25,15 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ms.LanguageModel]:
         yield lm
 
 
+def model_of(lm: ms.LanguageModel) -> Any:
+    session: Any = lm.session
+    return session.model
+
+
 @pytest.mark.slow
 def test_the_same_bytes_whatever_came_first(lm: ms.LanguageModel, tmp_path: Path) -> None:
     torch._dynamo.reset()
-    own = lm.session.model.model.layers[1]  # type: ignore[attr-defined]
+    own = model_of(lm).model.layers[1]
     own.forward = given = own.forward  # as accelerate has it
     harvest.run(lm, TEXTS, tmp_path / "whole", SPEC, compiled=True)
     assert vars(own).pop("forward") is given
@@ -55,7 +60,7 @@ def test_the_same_bytes_whatever_came_first(lm: ms.LanguageModel, tmp_path: Path
         report = harvest.run(lm, TEXTS, out, SPEC, compiled=True)
         assert 0 < report.made < report.shards
         assert contents(out) == contents(tmp_path / "whole")
-    assert not any("forward" in vars(block) for block in lm.session.model.modules())  # type: ignore[attr-defined]
+    assert not any("forward" in vars(block) for block in model_of(lm).modules())
 
 
 def test_what_cannot_be_compiled(lm: ms.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +70,7 @@ def test_what_cannot_be_compiled(lm: ms.LanguageModel, tmp_path: Path, monkeypat
     monkeypatch.setattr(identity, "COMPILE_TOKENS", 1)
     harvest.run(lm, TEXTS, tmp_path / "out", inside)
     assert "compiled" not in harvest.open(tmp_path / "out").manifest.identity["execution"]
-    block = lm.session.model.model.layers[0]  # type: ignore[attr-defined]
+    block = model_of(lm).model.layers[0]
     handle = block.register_forward_hook(lambda *_: None)
     try:
         with pytest.raises(ms.UnsupportedOperationError, match="the model has hooks of yours"):
